@@ -1,0 +1,66 @@
+"""Checks of arguments: each raises a ValueError that names the argument, what was given and what was expected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INT32 = (torch.int32, torch.int64)
+
+
+def describe(tensor: object) -> str:
+    """What was given, in a few words."""
+    if not isinstance(tensor, Tensor):
+        return f"{type(tensor).__name__} {tensor!r}"[:80]
+    layout = "" if tensor.is_contiguous() else ", not contiguous"
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}{layout}"
+
+
+def check_tensor(
+    name: str,
+    tensor: object,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    contiguous: bool = True,
+) -> Tensor:
+    """Check type, shape (a string stands for any size), dtype, device and layout."""
+    wanted = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
+    expected = f"[{', '.join(map(str, shape))}] {wanted} on {device}{', contiguous' if contiguous else ''}"
+    right = (
+        isinstance(tensor, Tensor)
+        and tensor.dim() == len(shape)
+        and all(isinstance(want, str) or got == want for got, want in zip(tensor.shape, shape, strict=True))
+        and tensor.dtype in dtypes
+        and tensor.device.type == device.type
+        and (not contiguous or tensor.is_contiguous())
+    )
+    if not right:
+        raise ValueError(f"{name}: given {describe(tensor)}, expected {expected}")
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def check_topk(topk: object, num_tokens: int, K: int, E: int, device: torch.device) -> Tensor:
+    """`topk_experts_sk` as [s, K]; every id in [-1, E)."""
+    if isinstance(topk, Tensor) and topk.dim() == 1:
+        topk = check_tensor("topk_experts_sk", topk, (num_tokens * K,), INT32, device).view(num_tokens, K)
+    ids = check_tensor("topk_experts_sk", topk, (num_tokens, K), INT32, device)
+    if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= E):
+        raise ValueError(
+            f"topk_experts_sk: given ids from {int(ids.min())} to {int(ids.max())}, "
+            f"expected -1 (no assignment) or 0 to {E - 1}"
+        )
+    return ids
+
+
+def check_counts(counts: object, counted: Tensor, device: torch.device) -> None:
+    """`tokens_per_expert` agrees with the ids."""
+    given = check_tensor("tokens_per_expert", counts, tuple(counted.shape), INT32, device)
+    differs = (given != counted).nonzero()
+    if len(differs):
+        e = int(differs[0])
+        raise ValueError(
+            f"tokens_per_expert: given {int(given[e])} for expert {e}, expected {int(counted[e])}, "
+            "the number of its assignments in topk_experts_sk"
+        )

@@ -1,0 +1,230 @@
+"""The CPU backend: rows move by vectorised torch through shared memory that all ranks of one host map.
+
+Each operation is the CPU form of a step in the reference, to which it is equal bit for bit. The caller (`Buffer`)
+has checked all arguments. Which barrier orders what: `docs/memory.md`.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from torch import Tensor
+
+from moonep.dims import Dims
+from moonep.memory import host
+from moonep.memory.barrier import Barrier
+from moonep.memory.host import Mapping
+from moonep.memory.peers import Peers
+from moonep.memory.regions import Layout, Region
+from moonep.plan import LINK_HEAD, LINK_LAST, LINK_VALUE, Plan, decode_dst
+from moonep.planner import policy, rows
+
+
+class CompletedEvent:
+    """An event of the CPU: what it stands for has happened when the call that made it returns."""
+
+    def wait(self, stream: object = None) -> None:
+        """Returns at once."""
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Returns at once."""
+
+
+class RowRegion:
+    """One receive buffer of every rank: rows [C, H] and route weights [C] fp32."""
+
+    def __init__(self, name: str, views: list[dict[str, Tensor]], rank: int):
+        self.name = name
+        self.rows_of = [v[f"{name}_rows"] for v in views]
+        self.weights_of = [v[f"{name}_weights"] for v in views]
+        self.rows, self.weights = self.rows_of[rank], self.weights_of[rank]
+
+    def touch(self) -> None:
+        """Tell autograd that the region is about to be overwritten: zero-copy views of it become stale."""
+        torch.autograd.graph.increment_version(self.rows)
+        torch.autograd.graph.increment_version(self.weights)
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly when they can share memory."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{platform.node()} {file.read().strip()}"
+
+
+class CpuBackend:
+    """Memory and movers of one Buffer on the CPU."""
+
+    name = "cpu"
+    device = torch.device("cpu")
+
+    def __init__(self, dims: Dims, dtype: torch.dtype, peers: Peers, timeout_s: float):
+        d = self.dims = dims
+        self.dtype, self.peers, self.rank = dtype, peers, peers.rank
+        self.layout = Layout(
+            [
+                Region("load", (d.E,), torch.int32),
+                Region("links", (d.C,), torch.int32),
+                Region("forward_weights", (d.C,), torch.float32),
+                Region("gradient_weights", (d.C,), torch.float32),
+                Region("forward_rows", (d.C, d.H), dtype),
+                Region("gradient_rows", (d.C, d.H), dtype),
+                Region("staging", (d.S * d.W, d.H), dtype),
+            ]
+        )
+        pages, data = host.share([host.PAGE, self.layout.nbytes], peers, "Buffer", timeout_s)
+        self.barrier = Barrier(pages, peers.rank, timeout_s)
+        mapping = Mapping(data)
+        views = [
+            {name: self.layout.view(name, mapping, r * data[0].nbytes) for name in self.layout.regions}
+            for r in range(d.R)
+        ]
+        for chunk in [*pages, *data]:
+            chunk.close()
+        self.load_of = [v["load"] for v in views]
+        self.links_of = [v["links"] for v in views]
+        self.staging_of = [v["staging"] for v in views]
+        self.forward = RowRegion("forward", views, self.rank)
+        self.gradient = RowRegion("gradient", views, self.rank)
+
+    # ------------------------------------------------------------------------------------------------- operations
+
+    def dispatch(self, hidden_sH: Tensor, weights_sK: Tensor | None, topk_sK: Tensor, counts_E: Tensor, owner: int) -> Plan:
+        """Plan, and send rows into the forward region of every rank.
+
+        Visible when it returns: all rows, weights and links of this rank. Moves: s x min(R, K) rows at most to others.
+        """
+        d = self.dims
+        self.load_of[self.rank].copy_(counts_E)
+        self.barrier.wait()  # all loads are there; nobody reads the forward region any more
+        load_RE = torch.stack(self.load_of)
+        counts = policy.allocate(load_RE.sum(0).tolist(), d).counts_ER
+        alloc_ER = torch.tensor(counts, dtype=torch.int32).view(d.E, d.R)
+        groups = rows.lay_groups(alloc_ER, d)
+        first_ER, row_ER = rows.split_sources(load_RE, alloc_ER, groups.base_ER, self.rank, d)
+        dst = rows.assign_rows(topk_sK, first_ER, row_ER, d)
+        rank_sK, row_sK, _ = decode_dst(dst, d)
+        padding = padding_rows(groups.fill_RG2[self.rank])
+        self.links_of[self.rank][padding] = 0
+        self._send(self.forward, hidden_sH, weights_sK, rank_sK, row_sK, padding)
+        self._scatter(self.links_of, rows.link_rows(rank_sK, row_sK, self.rank, d), rank_sK, row_sK)
+        self.barrier.wait()  # all rows are there
+        used = int(groups.ends_RG[self.rank, -1])
+        links = torch.zeros(d.C, dtype=torch.int32)
+        links[:used] = self.links_of[self.rank][:used]
+        slots = groups.experts_to_copy_RB
+        computed = alloc_ER[:, self.rank] > 0
+        redundant = computed.sum() - computed[self.rank * d.L : (self.rank + 1) * d.L].sum()
+        return Plan(
+            dims=d,
+            rank=self.rank,
+            owner=owner,
+            load=load_RE,
+            alloc=alloc_ER,
+            experts_to_copy=slots,
+            cu_seqlens=groups.ends_RG[self.rank].clone(),
+            zero_fill_ranges=groups.fill_RG2[self.rank].clone(),
+            remote_stats=torch.stack([redundant, ((slots >= 0) & (slots // d.L == self.rank)).sum()]).int(),
+            dst=dst,
+            links=links,
+        )
+
+    def dispatch_with_plan(self, plan: Plan, hidden_sH: Tensor, weights_sK: Tensor | None, sync: bool) -> None:
+        """Send rows into the gradient region of every rank. Visible when it returns: all rows of this rank."""
+        if sync:
+            self.barrier.wait()  # nobody reads the gradient region any more
+        rank_sK, row_sK, _ = plan.destinations()
+        self._send(self.gradient, hidden_sH, weights_sK, rank_sK, row_sK, padding_rows(plan.zero_fill_ranges))
+        self.barrier.wait()  # all rows are there
+
+    def combine(self, plan: Plan, hidden_CH: Tensor, weights_C: Tensor | None, sync: bool) -> tuple[Tensor, Tensor | None]:
+        """Push each token's partial sum to its rank, then sum the partial sums. See `reference.combine`."""
+        d = self.dims
+        if sync:
+            self.barrier.wait()  # everybody has read its staging, and gathered the route weights
+        reply, partial = sum_chains(plan.links, hidden_CH)
+        source = reply // (d.S * d.W)
+        for r in range(d.R):
+            mine = source == r
+            self.staging_of[r][reply[mine] % (d.S * d.W)] = partial[mine]
+        if weights_C is not None and weights_C.data_ptr() != self.gradient.weights.data_ptr():
+            self.gradient.weights.copy_(weights_C)
+        self.barrier.wait()  # all partial sums and route weights are there
+        rank_sK, row_sK, _ = plan.destinations()
+        staging = self.staging_of[self.rank].view(d.S, d.W, d.H)[: plan.num_tokens]
+        output = sum_partials(staging, rows.ranks_used(rank_sK, d).sum(1))
+        return output, None if weights_C is None else self._gather(self.gradient.weights_of, rank_sK, row_sK)
+
+    # ------------------------------------------------------------------------------------------------ moving rows
+
+    def _send(
+        self,
+        region: RowRegion,
+        hidden_sH: Tensor,
+        weights_sK: Tensor | None,
+        rank_sK: Tensor,
+        row_sK: Tensor,
+        padding: Tensor,
+    ) -> None:
+        """Write each token's row to all its rows, and zero this rank's padding rows."""
+        region.touch()
+        region.rows[padding] = 0
+        region.weights[padding] = 0
+        words = hidden_sH.view(torch.int64)
+        for r in range(self.dims.R):
+            token, k = (rank_sK == r).nonzero(as_tuple=True)
+            region.rows_of[r].view(torch.int64).index_copy_(0, row_sK[token, k], words[token])
+        if weights_sK is not None:
+            self._scatter(region.weights_of, weights_sK, rank_sK, row_sK)
+
+    def _scatter(self, targets: list[Tensor], values_sK: Tensor, rank_sK: Tensor, row_sK: Tensor) -> None:
+        for r, target in enumerate(targets):
+            here = rank_sK == r
+            target[row_sK[here]] = values_sK[here]
+
+    def _gather(self, sources: list[Tensor], rank_sK: Tensor, row_sK: Tensor) -> Tensor:
+        gathered = torch.zeros(rank_sK.shape)
+        for r, source in enumerate(sources):
+            here = rank_sK == r
+            gathered[here] = source[row_sK[here]]
+        return gathered
+
+
+def padding_rows(fill_G2: Tensor) -> Tensor:
+    """All padding rows of a rank, from (first, count) of each group. [G, 2] -> [n] int64."""
+    first, count = fill_G2.long().unbind(1)
+    inside = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
+    return first.repeat_interleave(count) + inside
+
+
+def sum_chains(links: Tensor, hidden_CH: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the rows of each chain in k order, in fp32, rounded once.
+
+    Returns:
+        reply address of each chain [n] int64; its sum [n, H] in the payload dtype.
+    """
+    links = links.long()
+    row = (links & LINK_HEAD).nonzero().flatten()
+    partial = torch.zeros(len(row), hidden_CH.shape[1])
+    reply = torch.empty_like(row)
+    chain = torch.arange(len(row))
+    while len(row):
+        partial[chain] += hidden_CH[row].float()
+        link = links[row]
+        last = (link & LINK_LAST) != 0
+        reply[chain[last]] = link[last] & LINK_VALUE
+        chain, row = chain[~last], (link & LINK_VALUE)[~last]
+    return reply, partial.to(hidden_CH.dtype)
+
+
+def sum_partials(staging_sWH: Tensor, count_s: Tensor) -> Tensor:
+    """Sum the first `count` partial sums of each token in rank order, in fp32, rounded once. -> [s, H]"""
+    output = torch.zeros(staging_sWH.shape[0], staging_sWH.shape[2])
+    for ordinal in range(staging_sWH.shape[1]):
+        token = (count_s > ordinal).nonzero().flatten()
+        output[token] += staging_sWH[token, ordinal].float()
+    return output.to(staging_sWH.dtype)

@@ -1,0 +1,499 @@
+"""Buffer: the communication of one MoE layer shape. Owns its memory, checks arguments, orders the operations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moonep import arguments, backends
+from moonep.backends.cpu import CompletedEvent, CpuBackend, RowRegion, host_identity
+from moonep.dims import ROW_ALIGNMENT_BYTES, Balance, Dims
+from moonep.errors import PeerError
+from moonep.memory.peers import Peers
+from moonep.plan import Plan
+from moonep.planner import rows
+from moonep.weights import SlotReduction, SlotWeights, gradient_forms, weight_forms
+
+if TYPE_CHECKING:
+    from moonep.pool import ExpertPool
+
+PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_buffer_ids = itertools.count(1)
+
+
+class Buffer:
+    """Moves the rows of MoE layers of one shape between the ranks of a group, balanced.
+
+    Collective: every rank of the group creates it, and calls the same operations in the same order.
+
+    Args:
+        S: most tokens that a rank brings in one call.
+        H: hidden size; a row must be a multiple of 16 bytes.
+        K: experts per token, at most 32.
+        E: routed experts in the group, a multiple of the number of ranks.
+        num_ep_ranks: ranks of the group, at most 128.
+        num_sms: streaming multiprocessors that a kernel may use; not used on CPU.
+        token_padding: rows of an expert are padded with zeros to a multiple of this.
+        B: slots for redundant experts on a rank; None: E // num_ep_ranks. Training needs B >= min(L, E - L).
+        group: process group; None: all ranks, or no group at all if num_ep_ranks == 1.
+        comm_stream_priority, enable_pdl: scheduling on CUDA; not used on CPU.
+        explicitly_destroy: the caller promises to call `destroy()`; else memory goes back with the last reference.
+        dtype: payload dtype: bfloat16, float16 or float32.
+        backend: "cpu"; None: `MOONEP_BACKEND`, else chosen by the machine.
+        balance: "exact": every rank computes the same number of rows; a tolerance such as 0.01; or "auto": a surplus
+            that costs less than one copy of an expert's weights is left alone.
+        timeout_s: seconds to wait for a peer before `PeerTimeout`.
+        domains: groups of ranks that share fast links; not used by this backend, must be None.
+
+    Raises:
+        ValueError: a size cannot work, or differs between ranks.
+        PeerError: another rank refused its arguments.
+        PeerTimeout: another rank did not come.
+
+    Memory: `memory()` states it. Two row buffers of C = `_ctx["NvS"]` rows (arrivals of fresh dispatches; gradients and
+    zero-copy expert outputs) and staging for S x min(R, K) partial sums.
+    """
+
+    def __init__(
+        self,
+        S: int,
+        H: int,
+        K: int,
+        E: int,
+        num_ep_ranks: int,
+        num_sms: int | None = None,
+        token_padding: int = 128,
+        B: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        comm_stream_priority: int = -1,
+        enable_pdl: bool = True,
+        explicitly_destroy: bool = False,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str | None = None,
+        balance: str | float | Balance = "exact",
+        timeout_s: float = 60.0,
+        domains: Any = None,
+    ):
+        peers = Peers.of(group, num_ep_ranks)
+        sizes: list[Dims] = []
+
+        def check() -> dict[str, Any]:
+            if dtype not in PAYLOAD_DTYPES:
+                raise ValueError(f"dtype: given {dtype}, expected one of {', '.join(map(str, PAYLOAD_DTYPES))}")
+            if domains is not None:
+                raise ValueError(f"domains: given {domains!r}, expected None with the cpu backend")
+            name, _ = backends.choose(backend)
+            slots = E // num_ep_ranks if B is None and isinstance(E, int) else B
+            d = Dims(S=S, K=K, E=E, R=num_ep_ranks, H=H, B=slots, P=token_padding, balance=Balance.parse(balance))  # type: ignore[arg-type]
+            d.validate()
+            if d.H * dtype.itemsize % ROW_ALIGNMENT_BYTES:
+                raise ValueError(
+                    f"H: given {H}, a row of {H * dtype.itemsize} bytes; expected a multiple of {ROW_ALIGNMENT_BYTES} bytes"
+                )
+            sizes.append(d)
+            same = {"S": S, "H": H, "K": K, "E": E, "token_padding": token_padding, "B": d.B, "dtype": str(dtype)}
+            return {**same, "balance": repr(d.balance), "backend": name, "host": host_identity()}
+
+        peers.agree("Buffer", timeout_s, check)
+        self.dims = sizes[0]
+        self.rank = peers.rank
+        self.group = peers.group
+        self.dtype = dtype
+        self.explicitly_destroy = explicitly_destroy
+        self.destroyed = False
+        self._id = next(_buffer_ids)
+        self._peers = peers
+        self._backend = CpuBackend(self.dims, dtype, peers, timeout_s)
+        self._broken: PeerError | None = None
+        self._ctx = {"NvS": self.dims.C}
+
+    # ------------------------------------------------------------------------------------------------------- rows
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        hidden_sh: Tensor,
+        route_weights_sk: Tensor | None = None,
+        topk_experts_sk: Tensor | None = None,
+        tokens_per_expert: Tensor | None = None,
+        plan: Plan | None = None,
+        async_finish: bool = False,
+        *,
+        inter_rank_sync: bool = True,
+        zero_copy: bool = False,
+        router_weights_zero_copy: bool = False,
+    ) -> tuple[Any, ...]:
+        """Send each token to its experts' rows; without a plan, plan first.
+
+        Args:
+            hidden_sh: [s, H] payload dtype, s <= S; s may differ by rank and be 0.
+            route_weights_sk: [s, K] float32, travels along; None: no weights.
+            topk_experts_sk: [s, K] or [s * K] int32 or int64, required without a plan; -1 = no assignment; an expert
+                may repeat in a token.
+            tokens_per_expert: [E] int32, this rank's assignments of each expert; None: counted.
+            plan: reuse this plan (the backward of combine): no planning; `topk_experts_sk` must be None.
+            async_finish: also return an event.
+            inter_rank_sync: False leaves out the barrier before rows are written when a plan is reused: the caller
+                vouches that no peer still uses the rows of the last such operation.
+            zero_copy: return a view of the row buffer, valid until the next operation that writes it (a fresh dispatch;
+                a dispatch with a plan writes another buffer). A later use in backward raises.
+            router_weights_zero_copy: the same for the route weights.
+
+        Returns:
+            (hidden [C, H], route weights [C] float32 or None, cu_seqlens [E + B] int32 or None with a plan, plan), and
+            an event if `async_finish`. Padding rows and their weights are zero; rows past the last offset undefined.
+
+        Raises:
+            ValueError: a bad argument; nothing has been written.
+            PeerError, PeerTimeout: another rank failed or did not come.
+
+        Visible when it returns: all rows that this rank computes.
+        """
+        with self._operation("dispatch" if plan is None else "dispatch with plan"):
+            if plan is None:
+                counts, topk = self._check_fresh(hidden_sh, route_weights_sk, topk_experts_sk, tokens_per_expert)
+            else:
+                self._check_reuse(plan, hidden_sh, route_weights_sk, topk_experts_sk, tokens_per_expert)
+            self._peers.updates += 1
+            cu_seqlens = None
+            if plan is None:
+                region = self._backend.forward
+                plan = self._backend.dispatch(hidden_sh, route_weights_sk, topk, counts, self._id)
+                cu_seqlens = plan.cu_seqlens
+            else:
+                region = self._backend.gradient
+                self._backend.dispatch_with_plan(plan, hidden_sh, route_weights_sk, inter_rank_sync)
+        used = int(plan.cu_seqlens[-1])
+        hidden = region.rows.view_as(region.rows) if zero_copy else _copy_head(region.rows, used)
+        weights = None
+        if route_weights_sk is not None:
+            in_place = router_weights_zero_copy
+            weights = region.weights.view_as(region.weights) if in_place else _copy_head(region.weights, used)
+        result = (hidden, weights, cu_seqlens, plan)
+        return (*result, CompletedEvent()) if async_finish else result
+
+    @torch.no_grad()
+    def combine(
+        self,
+        plan: Plan,
+        hidden_nvsh: Tensor,
+        route_weights_nvs: Tensor | None = None,
+        async_finish: bool = False,
+        inter_rank_sync: bool = True,
+        *,
+        zero_copy: bool = False,
+        router_weights_zero_copy: bool = False,
+    ) -> tuple[Tensor, Tensor | None, CompletedEvent | None]:
+        """Sum each token's rows back at its rank. An unweighted sum: route weights are applied by the experts.
+
+        Args:
+            plan: of this Buffer.
+            hidden_nvsh: [C, H] payload dtype; only real rows are read.
+            route_weights_nvs: [C] float32: gathered back by assignment, bit for bit.
+            async_finish: return an event, not None.
+            inter_rank_sync: False leaves out the barrier before partial sums are written: the caller vouches that all
+                ranks have returned from the last combine.
+            zero_copy: `hidden_nvsh` is a view of a row buffer (`hidden_nvsh_buffer_view`, or what dispatch returned);
+                it is consumed: a later use in backward raises.
+            router_weights_zero_copy: the same for the route weights (`router_weight_buffer_view`).
+
+        Returns:
+            (output [s, H], route weights [s, K] float32 or None, event or None). A rank sums a token's rows in fp32 in
+            k order and rounds once; the token's rank sums these in fp32 in rank order and rounds once.
+
+        Raises:
+            ValueError: a bad argument; nothing has been written.
+            PeerError, PeerTimeout: another rank failed or did not come.
+        """
+        d, backend = self.dims, self._backend
+        with self._operation("combine"):
+            self._check_plan(plan)
+            arguments.check_tensor("hidden_nvsh", hidden_nvsh, (d.C, d.H), (self.dtype,), backend.device)
+            if zero_copy:
+                self._check_view("hidden_nvsh", hidden_nvsh, [backend.forward.rows, backend.gradient.rows])
+            if route_weights_nvs is not None:
+                arguments.check_tensor("route_weights_nvs", route_weights_nvs, (d.C,), (torch.float32,), backend.device)
+            if router_weights_zero_copy:
+                views = [backend.forward.weights, backend.gradient.weights]
+                self._check_view("route_weights_nvs", route_weights_nvs, views)
+            output, weights = backend.combine(plan, hidden_nvsh, route_weights_nvs, inter_rank_sync)
+            if zero_copy:
+                self._region_of(hidden_nvsh).touch()
+        return output, weights, CompletedEvent() if async_finish else None
+
+    @property
+    def hidden_nvsh_buffer_view(self) -> Tensor:
+        """[C, H]: rows that experts may write their output to, for `combine(zero_copy=True)`.
+
+        Also where a dispatch with a plan puts its rows.
+        """
+        return self._backend.gradient.rows
+
+    @property
+    def router_weight_buffer_view(self) -> Tensor:
+        """[C] float32: route weights (or their gradients), for `combine(router_weights_zero_copy=True)`."""
+        return self._backend.gradient.weights
+
+    # -------------------------------------------------------------------------------------- weights and gradients
+
+    @torch.no_grad()
+    def prefetch(
+        self,
+        plan: Plan,
+        pool: ExpertPool,
+        async_finish: bool = False,
+        *,
+        slot_set: int = 0,
+        force: bool = False,
+    ) -> CompletedEvent | None:
+        """Copy the weights of this rank's redundant experts from their homes into the pool's slots.
+
+        Skipped when the slots hold this plan's weights of this pool already and no dispatch, barrier, `sync()` or
+        `load_local()` has happened since, after which a peer's weights may be new.
+
+        Args:
+            plan: of this Buffer.
+            pool: of the same group, E and B.
+            async_finish: return an event, not None.
+            slot_set: which of the pool's slots.
+            force: copy in any case.
+
+        Raises:
+            ValueError: a bad argument.
+
+        Moves: redundant experts here x bytes of an expert, read from their homes. No barrier: the dispatch that made
+        the plan came after the last update of the weights.
+        """
+        with self._operation("prefetch"):
+            self._check_plan(plan)
+            self._check_pool(pool, slot_set)
+            pool.fill_slots(plan, slot_set, force)
+        return CompletedEvent() if async_finish else None
+
+    @torch.no_grad()
+    def prefetch_weight(self, plan: Plan, async_finish: bool = False, **weights: Tensor) -> CompletedEvent | None:
+        """`prefetch` on bare tensors. Any of gate, up and down.
+
+        Args:
+            plan: of this Buffer.
+            async_finish: return an event, not None.
+            weights: either `full_gate_weight`, `full_up_weight`, `full_down_weight`: symmetric [E + B, ...]; or
+                `local_gate_weight` [L, ...] with `gate_prefetch_buffer` [R, B, ...] (also up, down), symmetric: homes
+                push their experts into the slots of all ranks, with a barrier before and after.
+
+        Raises:
+            ValueError: a bad argument.
+            PeerError, PeerTimeout: another rank failed or did not come (second form).
+        """
+        with self._operation("prefetch"):
+            self._check_plan(plan)
+            forms = weight_forms(weights, self.dims)
+            for form in forms:
+                self._move_weights(form, plan)
+        return CompletedEvent() if async_finish else None
+
+    @torch.no_grad()
+    def reduce(
+        self, plan: Plan, pool: ExpertPool, async_finish: bool = False, *, slot_set: int = 0
+    ) -> CompletedEvent | None:
+        """Add the gradients of redundant experts to those of their homes, and zero the slots that were read.
+
+        A home adds to its own gradient in ascending (rank, slot), in fp32, rounded once to the gradient's dtype.
+
+        Args:
+            plan: of this Buffer.
+            pool: with `grads=True`.
+            async_finish: return an event, not None.
+            slot_set: which of the pool's slots.
+
+        Raises:
+            ValueError: a bad argument.
+            PeerError, PeerTimeout: another rank failed or did not come.
+
+        Visible when it returns: `pool.local_grad` is complete; consumed slots are zero. Two barriers: peers have
+        written before slots are read, and read before they are zeroed.
+        """
+        with self._operation("reduce"):
+            self._check_plan(plan)
+            self._check_pool(pool, slot_set)
+            if not pool.grads:
+                raise ValueError("pool: given one without gradients, expected ExpertPool(grads=True)")
+            self._reduce(plan, pool.slot_reductions(slot_set))
+        return CompletedEvent() if async_finish else None
+
+    @torch.no_grad()
+    def reduce_grad(self, plan: Plan, async_finish: bool = False, **grads: Tensor) -> CompletedEvent | None:
+        """`reduce` on bare tensors. Any of gate, up and down.
+
+        Args:
+            plan: of this Buffer.
+            async_finish: return an event, not None.
+            grads: `full_gate_grad` [E + B, ...] or `local_gate_grad` [L, ...], with `gate_reduce_buffer` [R, B, ...]
+                float32, symmetric; also up, down.
+
+        Raises:
+            ValueError: a bad argument, or B < min(L, E - L): a redundant expert without a slot has no place for its
+                gradient.
+            PeerError, PeerTimeout: another rank failed or did not come.
+        """
+        with self._operation("reduce"):
+            self._check_plan(plan)
+            self._reduce(plan, gradient_forms(grads, self.dims, self.rank))
+        return CompletedEvent() if async_finish else None
+
+    def _move_weights(self, form: SlotWeights, plan: Plan) -> None:
+        if form.pushed:
+            self._backend.barrier.wait()  # peers have used what their slots held
+        form.move(plan)
+        if form.pushed:
+            self._backend.barrier.wait()  # all slots are written
+
+    def _reduce(self, plan: Plan, reductions: list[SlotReduction]) -> None:
+        if self.dims.spills:
+            raise ValueError(
+                f"B: given {self.dims.B}, expected B >= min(L, E - L) = {self.dims.max_redundant} for gradients: "
+                "a redundant expert without a slot has no place for its gradient"
+            )
+        self._backend.barrier.wait()  # peers have written the gradients of their slots
+        for reduction in reductions:
+            reduction.add(plan)
+        self._backend.barrier.wait()  # peers have read this rank's slots
+        for reduction in reductions:
+            reduction.clear(plan)
+
+    # ----------------------------------------------------------------------------------------------------- upkeep
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Weights and gradients that a rank wrote before are visible to all after it."""
+        with self._operation("barrier"):
+            self._backend.barrier.wait()
+            self._peers.updates += 1
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far.
+
+        Raises:
+            PeerError, PeerTimeout: an earlier operation failed; only `destroy()` is possible then.
+        """
+        if self._broken is not None:
+            raise self._broken
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds, by region, and their sum `total`. Symmetric: peers can reach all of them."""
+        regions = {name: region.nbytes for name, region in self._backend.layout.regions.items()}
+        return {**regions, "total": sum(regions.values())}
+
+    def destroy(self) -> None:
+        """Give the memory back. Collective, bounded; does nothing the second time.
+
+        After a failure it does not wait for anybody. Tensors that are views of the buffer stay valid.
+        """
+        if self.destroyed:
+            return
+        try:
+            if self._broken is None:
+                with self._operation("destroy"):
+                    self._backend.barrier.wait()
+        finally:
+            self.destroyed = True
+            del self._backend
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.destroy()
+
+    @contextmanager
+    def _operation(self, name: str) -> Iterator[None]:
+        """One collective operation: a ValueError refuses it, anything else breaks the Buffer."""
+        if self.destroyed:
+            raise ValueError(f"buffer: given a destroyed Buffer to {name}, expected a live one")
+        self.check()
+        barrier = self._backend.barrier
+        barrier.begin(name)
+        try:
+            yield
+        except ValueError as error:
+            barrier.refuse(str(error))
+            raise
+        except BaseException as error:
+            self._broken = error if isinstance(error, PeerError) else PeerError(self.rank, name, repr(error))
+            barrier.poison(str(error) or repr(error))
+            raise
+
+    # ----------------------------------------------------------------------------------------------------- checks
+
+    def _check_rows(self, hidden: Tensor, weights: Tensor | None, num_tokens: int | str) -> int:
+        d, device = self.dims, self._backend.device
+        hidden = arguments.check_tensor("hidden_sh", hidden, (num_tokens, d.H), (self.dtype,), device)
+        s = hidden.shape[0]
+        if weights is not None:
+            arguments.check_tensor("route_weights_sk", weights, (s, d.K), (torch.float32,), device)
+        return s
+
+    def _check_fresh(
+        self, hidden: Tensor, weights: Tensor | None, topk: Tensor | None, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        d, device = self.dims, self._backend.device
+        s = self._check_rows(hidden, weights, "s")
+        if s > d.S:
+            raise ValueError(f"hidden_sh: given s = {s} tokens, expected at most S = {d.S}")
+        if topk is None:
+            raise ValueError("topk_experts_sk: given None, expected expert ids [s, K], or a plan to reuse")
+        ids = arguments.check_topk(topk, s, d.K, d.E, device)
+        counted = rows.count_load(ids, d)
+        if counts is not None:
+            arguments.check_counts(counts, counted, device)
+        return counted, ids
+
+    def _check_reuse(
+        self, plan: Plan, hidden: Tensor, weights: Tensor | None, topk: Tensor | None, counts: Tensor | None
+    ) -> None:
+        self._check_plan(plan)
+        for name, value in (("topk_experts_sk", topk), ("tokens_per_expert", counts)):
+            if value is not None:
+                raise ValueError(f"{name}: given a tensor with a plan, expected None: the plan fixes the routing")
+        self._check_rows(hidden, weights, plan.num_tokens)
+
+    def _check_plan(self, plan: object) -> None:
+        if not isinstance(plan, Plan):
+            raise ValueError(f"plan: given {type(plan).__name__}, expected the Plan that dispatch returned")
+        if plan.owner != self._id:
+            raise ValueError("plan: given a plan of another Buffer, expected one that this Buffer's dispatch returned")
+
+    def _check_pool(self, pool: ExpertPool, slot_set: int) -> None:
+        if (pool.E, pool.B, pool.R) != (self.dims.E, self.dims.B, self.dims.R) or pool.rank != self.rank:
+            raise ValueError(
+                f"pool: given E, B, ranks = {pool.E}, {pool.B}, {pool.R}, "
+                f"expected those of the Buffer: {self.dims.E}, {self.dims.B}, {self.dims.R}"
+            )
+        if pool.destroyed:
+            raise ValueError("pool: given a destroyed ExpertPool, expected a live one")
+        if not 0 <= slot_set < pool.slot_sets:
+            raise ValueError(f"slot_set: given {slot_set}, expected 0 to {pool.slot_sets - 1}")
+
+    def _check_view(self, name: str, tensor: Tensor | None, views: list[Tensor]) -> None:
+        if tensor is None or all(tensor.data_ptr() != v.data_ptr() for v in views):
+            given = "None" if tensor is None else f"a tensor of its own, {arguments.describe(tensor)}"
+            raise ValueError(f"{name}: given {given} with zero copy, expected a view of this Buffer's rows")
+
+    def _region_of(self, hidden: Tensor) -> RowRegion:
+        backend = self._backend
+        return backend.forward if hidden.data_ptr() == backend.forward.rows.data_ptr() else backend.gradient
+
+
+def _copy_head(source: Tensor, count: int) -> Tensor:
+    """A tensor of its own, equal in the first `count` rows; the others are undefined."""
+    copy = torch.empty_like(source)
+    copy[:count] = source[:count]
+    return copy

@@ -1,0 +1,209 @@
+"""`moonep doctor`: what this machine offers to MoonEP, which backend that gives, and what stands in the way."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import moonep
+from moonep.cli.output import JsonFlag, emit, open_console
+
+OPTIONAL_PACKAGES = ("triton", "cuda-bindings", "transformers")
+BACKENDS = ("cpu", "cuda", "collective")
+IMPLEMENTED = ("cpu",)
+USUAL_MAP_COUNT = 65530
+USUAL_FILE_DESCRIPTORS = 1024
+
+
+def doctor(json: JsonFlag = False) -> None:
+    """Show versions, devices, limits, the backend and why it is used, and what to do about problems.
+
+    Example: moonep doctor --json | tail -1
+    """
+    console = open_console(json)
+    report = collect()
+    render(report, console)
+    emit(console, json, report)
+
+
+def collect() -> dict[str, Any]:
+    """Everything the command reports, as plain values that JSON can carry. Absent things are None or empty."""
+    report: dict[str, Any] = {
+        "versions": _versions(),
+        "system": _system(),
+        "gpus": _gpus(),
+        "p2p": _p2p_links(),
+        "shared_memory": _shared_memory(),
+    }
+    forced = os.environ.get("MOONEP_BACKEND") or None
+    report["backend"] = choose_backend(forced, report["shared_memory"]["memfd"])
+    report["warnings"] = find_problems(report)
+    return report
+
+
+def choose_backend(forced: str | None, memfd: bool) -> dict[str, str | None]:
+    """The backend that this version uses here, None if none works, and the reason.
+
+    Args:
+        forced: the value of `MOONEP_BACKEND`, None when it is not set.
+        memfd: whether shared memory without a file name works.
+    """
+    name: str | None = None
+    if forced is not None and forced not in BACKENDS:
+        reason = f"MOONEP_BACKEND is {forced!r}, which is none of {', '.join(BACKENDS)}"
+    elif forced is not None and forced not in IMPLEMENTED:
+        reason = f"MOONEP_BACKEND asks for {forced}, which is not implemented in this version"
+    elif not memfd:
+        reason = (
+            "the cpu backend needs memfd_create, which this system lacks, and the collective backend, "
+            "which would do without, is not implemented in this version"
+        )
+    elif forced is not None:
+        name, reason = forced, "MOONEP_BACKEND asks for it"
+    else:
+        name, reason = "cpu", "the only one in this version: the cuda and collective backends are not implemented yet"
+    return {"name": name, "reason": reason, "MOONEP_BACKEND": forced}
+
+
+def find_problems(report: dict[str, Any]) -> list[str]:
+    """One sentence for each thing in `report` that is likely to hurt, and what to do about it."""
+    problems = []
+    backend, memory, gpus = report["backend"], report["shared_memory"], report["gpus"]
+    if backend["name"] is None and backend["MOONEP_BACKEND"] not in (None, *IMPLEMENTED):
+        problems.append(f"No backend can be used: {backend['reason']}. Unset MOONEP_BACKEND, or set it to cpu.")
+    elif backend["name"] is None:
+        problems.append(f"No backend can be used: {backend['reason']}. Use Linux, where memfd_create exists.")
+    if gpus:
+        problems.append(
+            f"{len(gpus)} GPU(s) found, but this version has no cuda backend yet: give MoonEP tensors on the CPU."
+        )
+    elif report["system"]["nvidia_driver"]:
+        problems.append(
+            f"An NVIDIA driver is loaded but torch {report['versions']['torch']} sees no GPU: "
+            "install a CUDA build of torch, and check CUDA_VISIBLE_DEVICES."
+        )
+    if (memory["max_map_count"] or USUAL_MAP_COUNT) < USUAL_MAP_COUNT:
+        problems.append(
+            f"vm.max_map_count is {memory['max_map_count']}: large expert weights need more mappings. "
+            f"Run: sysctl -w vm.max_map_count={USUAL_MAP_COUNT}"
+        )
+    if (memory["file_descriptors"] or USUAL_FILE_DESCRIPTORS) < USUAL_FILE_DESCRIPTORS:
+        problems.append(
+            f"A process may open {memory['file_descriptors']} files only, and ranks exchange memory as file "
+            f"descriptors. Run: ulimit -n {USUAL_FILE_DESCRIPTORS}"
+        )
+    return problems
+
+
+def render(report: dict[str, Any], console: Console) -> None:
+    """Write `report` for people."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for package, version in report["versions"].items():
+        facts.add_row(package, version or "not installed")
+    system, memory, backend = report["system"], report["shared_memory"], report["backend"]
+    facts.add_row("system", f"{system['os']}, {system['cpus']} CPUs")
+    if not report["gpus"]:
+        facts.add_row("GPUs", "none")
+    for gpu in report["gpus"]:
+        size = f"{gpu['memory_bytes'] / 2**30:.0f} GiB, compute capability {gpu['compute_capability']}"
+        peers = [str(peer) for device, peer in report["p2p"] if device == gpu["index"]]
+        facts.add_row(f"GPU {gpu['index']}", f"{gpu['name']}, {size}, reaches: {' '.join(peers) or 'no other GPU'}")
+    facts.add_row("memfd", "available" if memory["memfd"] else "missing")
+    facts.add_row("page", f"{memory['page_bytes']} bytes")
+    facts.add_row("mappings", f"{memory['max_map_count'] or 'no known limit'} a process")
+    facts.add_row("descriptors", f"{memory['file_descriptors'] or 'no known limit'} a process")
+    facts.add_row("MOONEP_BACKEND", backend["MOONEP_BACKEND"] or "not set")
+    facts.add_row("backend", f"{backend['name'] or 'none'}: {backend['reason']}")
+    console.print(facts, markup=False)
+    for problem in report["warnings"]:
+        console.print(f"warning: {problem}", style="yellow", markup=False, soft_wrap=True)
+    if not report["warnings"]:
+        console.print("No problems found.", style="green")
+
+
+def _versions() -> dict[str, str | None]:
+    core = {"python": platform.python_version(), "moonep": moonep.__version__, "torch": str(torch.__version__)}
+    return core | {package: _installed_version(package) for package in OPTIONAL_PACKAGES}
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _system() -> dict[str, Any]:
+    can_pin = hasattr(os, "sched_getaffinity")
+    return {
+        "os": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)) if can_pin else os.cpu_count(),
+        "nvidia_driver": Path("/proc/driver/nvidia/version").exists(),
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return found
+
+
+def _p2p_links() -> list[list[int]]:
+    """Pairs (device, peer) where the device can read and write the peer's memory."""
+    devices = range(torch.cuda.device_count())
+    return [[i, j] for i in devices for j in devices if i != j and torch.cuda.can_device_access_peer(i, j)]
+
+
+def _shared_memory() -> dict[str, Any]:
+    return {
+        "memfd": _memfd_works(),
+        "page_bytes": mmap.PAGESIZE,
+        "max_map_count": _max_map_count(),
+        "file_descriptors": _file_descriptors(),
+    }
+
+
+def _memfd_works() -> bool:
+    if not hasattr(os, "memfd_create"):
+        return False
+    try:
+        os.close(os.memfd_create("moonep-doctor"))
+    except OSError:
+        return False
+    return True
+
+
+def _max_map_count() -> int | None:
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _file_descriptors() -> int | None:
+    """How many files this process may open (the soft limit); None if no limit is known."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft

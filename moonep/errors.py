@@ -1,0 +1,27 @@
+"""What MoonEP raises besides ValueError: a peer that failed, a peer that did not come, slots of another plan."""
+
+from __future__ import annotations
+
+
+class PeerError(RuntimeError):
+    """Another rank failed in an operation that this rank takes part in.
+
+    Attributes:
+        rank: the rank (within the EP group) that failed.
+        operation: the operation that this rank was in.
+    """
+
+    def __init__(self, rank: int, operation: str, message: str):
+        super().__init__(f"{operation}: rank {rank}: {message}")
+        self.rank, self.operation, self.message = rank, operation, message
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.rank, self.operation, self.message)
+
+
+class PeerTimeout(PeerError):
+    """Another rank did not arrive within the time limit: it is dead, stuck, or far behind."""
+
+
+class StaleSlotsError(RuntimeError):
+    """The slots for redundant experts hold the weights of another plan: prefetch again before the experts run."""

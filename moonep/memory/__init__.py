@@ -1,0 +1,1 @@
+"""Symmetric memory: who the peers are (`peers`), memory that all ranks map (`host`), and how they wait (`barrier`)."""

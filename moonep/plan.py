@@ -1,0 +1,337 @@
+"""Plan: everything that one layer call needs to move rows, weights and gradients, and the invariants that it keeps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from moonep.dims import Dims
+
+INT32_MIN = -(1 << 31)
+
+# A link is one int32 a row, written by the source rank next to the row's route weight. The rows that one token has
+# on one rank form a chain in k order, from the head (the row that travelled) to the last duplicate.
+#   bit 31  LAST: the low bits are the reply address of the chain; otherwise they are the row of the next duplicate
+#   bit 30  HEAD: this row starts a chain
+# A padding row's link is 0: no head, so that no chain ever reaches it.
+LINK_LAST = 1 << 31
+LINK_HEAD = 1 << 30
+LINK_VALUE = LINK_HEAD - 1
+
+_plan_ids = itertools.count(1)
+
+
+def reply_address(dims: Dims, source: int, token: int | Tensor, ordinal: int | Tensor) -> int | Tensor:
+    """Where a partial sum goes: row of the staging buffers of all ranks, seen as [R, S, W]."""
+    return (source * dims.S + token) * dims.W + ordinal
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one rank needs to move the rows, weights and gradients of one layer call. Owns its tensors.
+
+    Attributes:
+        dims: the sizes (`moonep.dims`).
+        rank: the rank whose plan this is.
+        owner: id of the Buffer that made it.
+        load: [R, E] int32, assignments of each expert by source rank. Equal on all ranks.
+        alloc: [E, R] int32, how many assignments of each expert each rank computes. Equal on all ranks.
+        experts_to_copy: [R, B] int32, the expert whose weights each slot of each rank holds; -1 unused. Ascending.
+        cu_seqlens: [E + B] int32, padded end row of each group of this rank, in weight-row order.
+        zero_fill_ranges: [E + B, 2] int32, (first padding row, count) of each group; (0, 0) without padding.
+        remote_stats: [2] int32, (redundant experts here, slots anywhere that hold experts of this rank).
+        dst: [s * K] int32, `rank * C + row` for the first assignment of a token on a rank, `-(that) - 1` for its
+            duplicates there, INT32_MIN if masked.
+        links: [C] int32, for each row that arrives here: see LINK_LAST. Rows past the last offset hold 0.
+        key: identity of the planned routing; a clone has the same.
+    """
+
+    dims: Dims
+    rank: int
+    owner: int
+    load: Tensor
+    alloc: Tensor
+    experts_to_copy: Tensor
+    cu_seqlens: Tensor
+    zero_fill_ranges: Tensor
+    remote_stats: Tensor
+    dst: Tensor
+    links: Tensor
+    key: int = field(default_factory=lambda: next(_plan_ids))
+
+    @property
+    def num_tokens(self) -> int:
+        """s, the tokens that this rank brought."""
+        return self.dst.numel() // self.dims.K
+
+    @property
+    def compact_cu_seqlens(self) -> Tensor:
+        """[L + B] int32: `cu_seqlens` of own experts, then slots: the offsets of the compact weight view."""
+        d = self.dims
+        if d.spills:
+            raise ValueError(
+                f"compact_cu_seqlens: given B = {d.B}, expected B >= {d.max_redundant}: with fewer slots an expert may "
+                "be computed from its home row, which the compact view does not have; use cu_seqlens and the full view"
+            )
+        return torch.cat([self.cu_seqlens[self.rank * d.L : (self.rank + 1) * d.L], self.cu_seqlens[d.E :]])
+
+    def clone(self) -> Plan:
+        """A plan with tensors of its own, equal in value."""
+        copies = {f.name: v.clone() for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        return replace(self, **copies)
+
+    def destinations(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Decode `dst`.
+
+        Returns:
+            rank: [s, K] int64, the rank that computes the assignment; -1 if masked.
+            row: [s, K] int64, its row there; 0 if masked.
+            primary: [s, K] bool, whether it is the token's first on that rank.
+        """
+        return decode_dst(self.dst, self.dims)
+
+    def stats(self) -> PlanStats:
+        """Statistics as device tensors, without a host sync."""
+        return PlanStats.of(self)
+
+
+def decode_dst(dst: Tensor, dims: Dims) -> tuple[Tensor, Tensor, Tensor]:
+    """(rank, row, primary) of each assignment, each [s, K]: see `Plan.destinations`."""
+    dst = dst.view(-1, dims.K).long()
+    masked = dst == INT32_MIN
+    place = torch.where(dst < 0, -dst - 1, dst).masked_fill(masked, 0)
+    return (place // dims.C).masked_fill(masked, -1), place % dims.C, dst >= 0
+
+
+@dataclass(frozen=True, eq=False)
+class PlanStats:
+    """Statistics of a plan: tensors on the plan's device; `host()` synchronises and gives numbers.
+
+    Attributes:
+        rows_before: [R] int64, assignments each rank would compute without redundant experts.
+        rows_after: [R] int64, assignments each rank computes.
+        maxvio: [] fp32, max over experts of load / mean load, minus 1.
+        imbalance_before, imbalance_after: [] fp32, max / mean of the rows of the ranks.
+        redundant_experts: [R] int64, experts that each rank computes away from their home.
+        copies_in, copies_out: [R] int64, weight copies each rank receives into slots and serves to others' slots.
+        rows_crossing: [] int64, assignments of all ranks that are computed on another rank than their source.
+        transfers_sent: [] int64, rows this rank sends to others (one a token and destination rank).
+    """
+
+    rows_before: Tensor
+    rows_after: Tensor
+    maxvio: Tensor
+    imbalance_before: Tensor
+    imbalance_after: Tensor
+    redundant_experts: Tensor
+    copies_in: Tensor
+    copies_out: Tensor
+    rows_crossing: Tensor
+    transfers_sent: Tensor
+
+    @staticmethod
+    def of(plan: Plan) -> PlanStats:
+        d = plan.dims
+        load, alloc = plan.load.long(), plan.alloc.long()
+        total = load.sum(0)
+        before, after = total.view(d.R, d.L).sum(1), alloc.sum(0)
+        redundant = _redundant(alloc, d)
+        holders = plan.experts_to_copy.long()
+        homes = torch.where(holders >= 0, holders // d.L, d.R)
+        rank, _, primary = plan.destinations()
+        return PlanStats(
+            rows_before=before,
+            rows_after=after,
+            maxvio=_peak(total) - 1,
+            imbalance_before=_peak(before),
+            imbalance_after=_peak(after),
+            redundant_experts=redundant.sum(0),
+            copies_in=(holders >= 0).sum(1),
+            copies_out=(homes.view(-1, 1) == torch.arange(d.R, device=homes.device)).sum(0),
+            rows_crossing=total.sum() - torch.minimum(load, alloc.t()).sum(),
+            transfers_sent=(primary & (rank != plan.rank)).sum(),
+        )
+
+    def host(self) -> dict[str, int | float | list[int]]:
+        """The same as Python numbers. Synchronises with the device."""
+        return {f.name: getattr(self, f.name).tolist() for f in fields(self)}
+
+
+def _peak(values: Tensor) -> Tensor:
+    """max / mean; 1 when there is nothing."""
+    total = values.sum()
+    return torch.where(total > 0, values.max() * values.numel() / total.clamp(min=1), 1.0).float()
+
+
+def _redundant(alloc: Tensor, d: Dims) -> Tensor:
+    """[E, R] bool: expert e is computed on rank r, which is not its home."""
+    home = torch.arange(d.E, device=alloc.device) // d.L
+    return (alloc > 0) & (home[:, None] != torch.arange(d.R, device=alloc.device))
+
+
+def check_plan(plan: Plan | Sequence[Plan]) -> list[str]:
+    """Names of the invariants (I1 ... I9) that a plan violates; empty when it is right.
+
+    Args:
+        plan: the plans of all ranks in rank order, or one rank's plan: then what only all ranks together can show
+            (that no two sources use a row, and the chains of links) is not checked.
+
+    I1 conservation, I2 balance (exact, or within the tolerance), I3 one foreign home a rank, I4 at most L redundant
+    experts (and the right ones in the slots), I5 capacity, I6 bijection of assignments and rows, I7 row order
+    (source rank, token, k) within a group, I8 groups (monotone, multiples of P, empty groups without rows, zero fill
+    exactly on the padding), I9 primary and duplicates chained in k order.
+    """
+    plans = [plan] if isinstance(plan, Plan) else list(plan)
+    whole = len(plans) == plans[0].dims.R
+    found: set[str] = set()
+    for p in plans:
+        found |= _check_allocation(p) | _check_groups(p) | _check_rows(p)
+    if whole:
+        found |= _check_bijection(plans) | _check_order(plans) | _check_links(plans)
+    return sorted(found)
+
+
+def _check_allocation(p: Plan) -> set[str]:
+    from moonep.planner.policy import limits
+
+    d, found = p.dims, set()
+    load, alloc = p.load.long(), p.alloc.long()
+    if (alloc < 0).any() or not torch.equal(alloc.sum(1), load.sum(0)):
+        found.add("I1")
+    total = int(load.sum())
+    share = torch.tensor([total // d.R + (r < total % d.R) for r in range(d.R)])
+    rows, homes = alloc.sum(0).cpu(), load.sum(0).view(d.R, d.L).sum(1).cpu()
+    if not torch.equal(rows, share):
+        upper = torch.tensor(limits(total, d))
+        relieved = homes > upper
+        if d.balance.exact or (rows > upper).any() or (rows != upper)[relieved].any():
+            found.add("I2")
+    redundant = _redundant(alloc, d)
+    for r in range(d.R):
+        experts = redundant[:, r].nonzero().flatten().tolist()
+        if len({d.home(e) for e in experts}) > 1:
+            found.add("I3")
+        by_rows = sorted(experts, key=lambda e: (-int(alloc[e, r]), e))
+        slots = sorted(by_rows[: d.B])
+        if len(experts) > d.L or p.experts_to_copy[r].tolist() != slots + [-1] * (d.B - len(slots)):
+            found.add("I4")
+    return found
+
+
+def _group_sizes(p: Plan) -> Tensor:
+    """[G] rows of each group of this rank, as allocation and slots demand."""
+    d = p.dims
+    sizes = torch.zeros(d.G, dtype=torch.long)
+    sizes[: d.E] = p.alloc[:, p.rank].cpu()
+    for slot, e in enumerate(p.experts_to_copy[p.rank].tolist()):
+        if e >= 0:
+            sizes[d.E + slot], sizes[e] = sizes[e].clone(), 0
+    return sizes
+
+
+def _check_groups(p: Plan) -> set[str]:
+    d, found = p.dims, set()
+    ends = p.cu_seqlens.long().cpu()
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    sizes = _group_sizes(p)
+    padding = (ends - begins) - sizes
+    if (ends < begins).any() or (ends % d.P).any() or (padding < 0).any() or (padding >= d.P).any():
+        found.add("I8")
+    fill = torch.where((padding > 0)[:, None], torch.stack([begins + sizes, padding], 1), 0)
+    if ((sizes == 0) & (ends != begins)).any() or not torch.equal(fill, p.zero_fill_ranges.long().cpu()):
+        found.add("I8")
+    if int(ends[-1]) > d.C:
+        found.add("I5")
+    return found
+
+
+def _check_rows(p: Plan) -> set[str]:
+    """What one rank's `dst` shows alone: distinct rows, and a primary before its duplicates."""
+    rank, row, primary = p.destinations()
+    real = rank >= 0
+    found = set()
+    if int(real.sum()) != int(p.load[p.rank].sum()):
+        found.add("I6")
+    place = (rank * p.dims.C + row)[real]
+    if place.unique().numel() != place.numel():
+        found.add("I6")
+    first = torch.zeros_like(primary)
+    for r in range(p.dims.R):
+        hit = rank == r
+        first |= hit & (hit.long().cumsum(1) == 1)
+    if not torch.equal(first, primary & real):
+        found.add("I9")
+    return found
+
+
+def _check_bijection(plans: Sequence[Plan]) -> set[str]:
+    d = plans[0].dims
+    used = torch.zeros(d.R, d.C, dtype=torch.long)
+    for p in plans:
+        rank, row, _ = p.destinations()
+        real = rank >= 0
+        used.view(-1).index_add_(0, (rank * d.C + row)[real].cpu(), torch.ones(int(real.sum()), dtype=torch.long))
+    for p in plans:
+        want = torch.zeros(d.C, dtype=torch.long)
+        ends, sizes = p.cu_seqlens.tolist(), _group_sizes(p).tolist()
+        begin = 0
+        for end, size in zip(ends, sizes, strict=True):
+            want[begin : begin + size] = 1
+            begin = end
+        if not torch.equal(used[p.rank], want):
+            return {"I6"}
+    return set()
+
+
+def _check_order(plans: Sequence[Plan]) -> set[str]:
+    """Rows of a group, read upwards, come from ascending (source rank, token, k)."""
+    d = plans[0].dims
+    origin = torch.full((d.R, d.C), -1, dtype=torch.long)
+    for p in plans:
+        rank, row, _ = p.destinations()
+        real = (rank >= 0).view(-1)
+        code = p.rank * d.A + torch.arange(p.dst.numel())
+        origin.view(-1)[(rank * d.C + row).view(-1)[real].cpu()] = code[real.cpu()]
+    for p in plans:
+        group = torch.bucketize(torch.arange(d.C), p.cu_seqlens.long().cpu(), right=True)
+        rows = (origin[p.rank] >= 0).nonzero().flatten()
+        codes, groups = origin[p.rank][rows], group[rows]
+        if ((groups[1:] == groups[:-1]) & (codes[1:] <= codes[:-1])).any():
+            return {"I7"}
+    return set()
+
+
+def _check_links(plans: Sequence[Plan]) -> set[str]:
+    """Walking the links of every rank gives, for each token, its rows in k order and the right reply address."""
+    d = plans[0].dims
+    chains: list[dict[int, list[int]]] = [{} for _ in plans]
+    for p in plans:
+        ranks, rows, _ = (t.tolist() for t in p.destinations())
+        for token, (to, at) in enumerate(zip(ranks, rows, strict=True)):
+            for ordinal, r in enumerate(sorted(set(to) - {-1})):
+                chain = [row for dest, row in zip(to, at, strict=True) if dest == r]
+                chains[r][reply_address(d, p.rank, token, ordinal)] = chain
+    for p in plans:
+        if walk_links(p.links.tolist()) != chains[p.rank]:
+            return {"I9"}
+    return set()
+
+
+def walk_links(links: Sequence[int]) -> dict[int, list[int]] | None:
+    """Follow each chain: {reply address: rows in order}; None when a chain has no end."""
+    chains: dict[int, list[int]] = {}
+    for head, link in enumerate(links):
+        if not link & LINK_HEAD:
+            continue
+        chain = [head]
+        while not link & LINK_LAST:
+            chain.append(link & LINK_VALUE)
+            if len(chain) > len(links) or chain[-1] >= len(links):
+                return None
+            link = links[chain[-1]]
+        chains[link & LINK_VALUE] = chain
+    return chains

@@ -1,0 +1,1 @@
+"""The planner: load -> allocation (`policy`) -> slots, groups, rows and links (`rows`)."""

@@ -1,0 +1,431 @@
+"""ExpertPool: the weights of one layer's experts, on all ranks, and the slots for redundant experts.
+
+Per projection there is one address range over the memory of all ranks:
+
+    full    [E + B, ...]   row e is expert e, wherever it lives; the last B rows are this rank's slots
+    compact [L + B, ...]   own experts, then slots: the same memory mapped a second time; what training uses
+    local   [L, ...]       own experts alone
+
+and the same three for gradients (fp32). Slots and reduce buffers are shared by all pools with the same shapes in a
+group: the extra memory is B experts per projection, not per layer. So a pool records whose weights its slots hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping as MappingOf
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moonep import backends
+from moonep.arguments import describe
+from moonep.backends.cpu import host_identity
+from moonep.dims import MAX_RANKS, ROW_ALIGNMENT_BYTES, align_up
+from moonep.errors import StaleSlotsError
+from moonep.memory import host
+from moonep.memory.host import PAGE, Chunk, Mapping
+from moonep.memory.peers import Peers
+from moonep.plan import Plan
+from moonep.weights import SlotReduction, SlotWeights
+
+_SCRATCH_BYTES = 64 << 20
+
+_pool_ids = itertools.count(1)
+
+
+def row_stride(row_bytes: int, L: int, granule: int) -> int:
+    """Bytes from one expert to the next, so that L of them fill whole granules and a row is 16-byte aligned."""
+    return align_up(row_bytes, math.lcm(granule // math.gcd(L, granule), ROW_ALIGNMENT_BYTES))
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One weight of every expert: its name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def stride(self, L: int) -> int:
+        return row_stride(math.prod(self.shape) * self.dtype.itemsize, L, PAGE)
+
+    def grad(self) -> Projection:
+        """The gradient of the projection: fp32."""
+        return Projection(self.name, self.shape, torch.float32)
+
+
+class Slots:
+    """The slots of one projection on this rank, and every rank's reduce buffer. Shared by pools.
+
+    Attributes:
+        serial: equal on all ranks that created it together.
+        holder: (pool, plan, count of weight updates) of what the slots hold; None: nothing.
+    """
+
+    def __init__(self, projection: Projection, B: int, L: int, reduce_chunks: list[Chunk] | None, serial: int):
+        self.serial = serial
+        self.holder: tuple[int, int, int] | None = None
+        self.weights = Chunk(B * projection.stride(L))
+        self.reduce_chunks = reduce_chunks
+        self.reduce_buffer: Tensor | None = None
+        if reduce_chunks is not None:
+            grad = projection.grad()
+            stride = grad.stride(L)
+            per_rank = reduce_chunks[0].nbytes // stride
+            every = Mapping(reduce_chunks).tensor((len(reduce_chunks) * per_rank, *grad.shape), grad.dtype, 0, stride)
+            self.reduce_buffer = every.unflatten(0, (len(reduce_chunks), per_rank))[:, :B]
+
+
+def reduce_bytes(projection: Projection, B: int, L: int) -> int:
+    """Bytes of one rank's reduce buffer: whole pages and whole rows, so that all ranks' form one strided tensor."""
+    stride = projection.grad().stride(L)
+    return align_up(B * stride, math.lcm(stride, PAGE))
+
+
+@dataclass(frozen=True)
+class Views:
+    """One projection as tensors, for one slot set."""
+
+    full: Tensor
+    compact: Tensor
+    compact_grad: Tensor | None
+
+
+class ExpertPool:
+    """Makes and owns the weights of one layer's experts. Collective: every rank of the group creates it.
+
+    Args:
+        shapes: {projection: shape of one expert's weight}, any number of projections, any shape.
+        E: experts in the group, a multiple of its size.
+        B: slots for redundant experts on a rank; None: E // ranks. With `grads`, B >= min(L, E - L).
+        dtype: of all projections, or {projection: dtype}. Weights are moved as bytes: any dtype.
+        group: process group; None: all ranks, or this process alone.
+        grads: also make fp32 gradients and reduce buffers.
+        slot_sets: sets of slots; more than one lets microbatches interleave without prefetching again.
+        shared: share the slots with other pools of the same shapes (one a group); False: slots of its own.
+        master: keep fp32 parameters in `.master`, whose `.grad` is `local_grad`; `sync()` after the optimizer's step
+            copies them into the compute weights. In fp32 the compute weights themselves are the parameters.
+        backend: as for `Buffer`.
+        timeout_s: seconds to wait for a peer.
+
+    Attributes:
+        full, compact, local: {projection: tensor}: [E + B, ...], [L + B, ...], [L, ...] (see the module).
+        compact_grad, local_grad: {projection: fp32 tensor}; empty without `grads`.
+        full_grad: {projection: [E + B, ...] fp32}; rows of other homes alias private scratch: never read them. Mapped
+            on first use.
+        reduce_buffer: {projection: [R, B, ...] fp32}: the slots' gradients of all ranks.
+        master: {projection: nn.Parameter [L, ...] fp32}; empty without `master`.
+
+    Raises:
+        ValueError: a bad argument, or one that differs between ranks.
+        PeerError, PeerTimeout: another rank refused its arguments or did not come.
+    """
+
+    def __init__(
+        self,
+        shapes: MappingOf[str, tuple[int, ...]],
+        E: int,
+        B: int | None = None,
+        dtype: torch.dtype | MappingOf[str, torch.dtype] = torch.bfloat16,
+        group: dist.ProcessGroup | None = None,
+        grads: bool = False,
+        slot_sets: int = 1,
+        shared: bool = True,
+        *,
+        master: bool = False,
+        backend: str | None = None,
+        timeout_s: float = 60.0,
+    ):
+        peers = self._peers = Peers.of(group)
+        self._timeout_s = timeout_s
+        self._id = next(_pool_ids)
+        self.E, self.R, self.rank = E, peers.size, peers.rank
+        self.grads, self.slot_sets = grads, slot_sets
+        self.destroyed = False
+
+        def check() -> dict[str, Any]:
+            name, _ = backends.choose(backend)
+            self._set_sizes(E, B, shapes, dtype, master)
+            names = {p.name: [list(p.shape), str(p.dtype)] for p in self.projections}
+            same = {"E": E, "B": self.B, "shapes": names, "grads": grads, "slot_sets": slot_sets, "shared": shared}
+            found.extend(peers.shared.get(self._slots_key(p, i, shared)) for p, i in self._all_slots())
+            serials = [0 if slots is None else slots.serial for slots in found]
+            return {**same, "backend": name, "host": host_identity(), "_slots": serials}
+
+        found: list[Slots | None] = []
+        serials = [reply["_slots"] for reply in peers.agree("ExpertPool", timeout_s, check)]
+        for i in range(len(found)):
+            if any(theirs[i] != serials[0][i] for theirs in serials):
+                found[i] = None  # one rank has let go of it: all make a new one
+        self._make_memory(shared, found)
+        self.master = {p.name: self._make_master(p.name) for p in self.projections} if master else {}
+
+    def _set_sizes(
+        self,
+        E: int,
+        B: int | None,
+        shapes: MappingOf[str, tuple[int, ...]],
+        dtype: torch.dtype | MappingOf[str, torch.dtype],
+        master: bool,
+    ) -> None:
+        if not isinstance(E, int) or E < 1 or E % self.R:
+            raise ValueError(f"E: given {E!r}, expected a multiple of the {self.R} ranks of the group")
+        if self.R > MAX_RANKS:
+            raise ValueError(f"group: given {self.R} ranks, expected at most {MAX_RANKS}")
+        self.L = E // self.R
+        self.B = self.L if B is None else B
+        needed = min(self.L, E - self.L) if self.grads else 0
+        if not isinstance(self.B, int) or self.B < needed:
+            why = " with grads=True: a redundant expert without a slot has no place for its gradient" if self.grads else ""
+            raise ValueError(f"B: given {B!r}, expected B >= {needed}{why}")
+        if master and not self.grads:
+            raise ValueError("master: given True with grads=False, expected grads=True: parameters need gradients")
+        if not isinstance(self.slot_sets, int) or self.slot_sets < 1:
+            raise ValueError(f"slot_sets: given {self.slot_sets!r}, expected an integer >= 1")
+        if not shapes:
+            raise ValueError("shapes: given none, expected at least one projection, such as {'up': (H, F)}")
+        dtypes = {name: dtype for name in shapes} if isinstance(dtype, torch.dtype) else dict(dtype)
+        for name, shape in shapes.items():
+            if any(not isinstance(n, int) or n < 1 for n in shape):
+                raise ValueError(f"shapes[{name!r}]: given {shape}, expected positive integers")
+            if not isinstance(dtypes.get(name), torch.dtype):
+                raise ValueError(f"dtype[{name!r}]: given {dtypes.get(name)!r}, expected a torch.dtype")
+            if (master or self.grads) and not dtypes[name].is_floating_point:
+                raise ValueError(f"dtype[{name!r}]: given {dtypes[name]} with grads=True, expected a floating point dtype")
+        self.projections = [Projection(name, tuple(shape), dtypes[name]) for name, shape in shapes.items()]
+
+    # ----------------------------------------------------------------------------------------------------- memory
+
+    def _all_slots(self) -> list[tuple[Projection, int]]:
+        return [(p, i) for i in range(self.slot_sets) for p in self.projections]
+
+    def _slots_key(self, p: Projection, slot_set: int, shared: bool) -> tuple[Any, ...]:
+        return (p, self.B, self.L, self.grads, slot_set, None if shared else self._id)
+
+    def _make_memory(self, shared: bool, found: list[Slots | None]) -> None:
+        """Create what is not there yet, exchange it in one go, and map it."""
+        peers, L, B = self._peers, self.L, self.B
+        new_slots = [p for (p, _), slots in zip(self._all_slots(), found, strict=True) if slots is None]
+        sizes = [L * p.stride(L) for p in self.projections]
+        if self.grads:
+            sizes += [reduce_bytes(p, B, L) for p in new_slots]
+        chunks = iter(host.share(sizes, peers, "ExpertPool", self._timeout_s))
+        weights = [next(chunks) for _ in self.projections]
+        self._slots: list[dict[str, Slots]] = [{} for _ in range(self.slot_sets)]
+        for (p, i), slots in zip(self._all_slots(), found, strict=True):
+            if slots is None:
+                slots = Slots(p, B, L, next(chunks) if self.grads else None, peers.exchanges)
+                peers.shared[self._slots_key(p, i, shared)] = slots
+            self._slots[i][p.name] = slots
+
+        self.local, self.local_grad, self._grad_chunks = {}, {}, {}
+        self._views: list[dict[str, Views]] = [{} for _ in range(self.slot_sets)]
+        for p, every in zip(self.projections, weights, strict=True):
+            own = every[self.rank]
+            grad_own = Chunk(L * p.grad().stride(L)) if self.grads else None
+            self.local[p.name] = Mapping([own]).tensor((L, *p.shape), p.dtype, 0, p.stride(L))
+            if grad_own is not None:
+                self._grad_chunks[p.name] = grad_own
+                self.local_grad[p.name] = Mapping([grad_own]).tensor((L, *p.shape), torch.float32, 0, p.grad().stride(L))
+            for i in range(self.slot_sets):
+                slots = self._slots[i][p.name]
+                self._views[i][p.name] = self._map(p, every, own, grad_own, slots)
+            for chunk in every:
+                chunk.close()
+
+    def _map(self, p: Projection, every: list[Chunk], own: Chunk, grad_own: Chunk | None, slots: Slots) -> Views:
+        stride = p.stride(self.L)
+        compact_grad = None
+        if grad_own is not None and slots.reduce_chunks is not None:
+            mapping = Mapping([grad_own, slots.reduce_chunks[self.rank]])
+            compact_grad = mapping.tensor((self.L + self.B, *p.shape), torch.float32, 0, p.grad().stride(self.L))
+        return Views(
+            full=Mapping([*every, slots.weights]).tensor((self.E + self.B, *p.shape), p.dtype, 0, stride),
+            compact=Mapping([own, slots.weights]).tensor((self.L + self.B, *p.shape), p.dtype, 0, stride),
+            compact_grad=compact_grad,
+        )
+
+    def _map_full_grad(self, p: Projection, slot_set: int) -> Tensor:
+        scratch = self._peers.shared.get("scratch")
+        if scratch is None:
+            scratch = self._peers.shared["scratch"] = Chunk(_SCRATCH_BYTES)
+        self._scratch = scratch
+        own, slots = self._grad_chunks[p.name], self._slots[slot_set][p.name]
+        assert slots.reduce_chunks is not None
+        chunks: list[Chunk] = []
+        sizes: list[int] = []
+        for r in range(self.R):
+            pieces = [own.nbytes] if r == self.rank else _pieces(own.nbytes, scratch.nbytes)
+            chunks += [own if r == self.rank else scratch] * len(pieces)
+            sizes += pieces
+        reduce_own = slots.reduce_chunks[self.rank]
+        mapping = Mapping([*chunks, reduce_own], [*sizes, reduce_own.nbytes])
+        return mapping.tensor((self.E + self.B, *p.shape), torch.float32, 0, p.grad().stride(self.L))
+
+    def _make_master(self, name: str) -> nn.Parameter:
+        local = self.local[name]
+        parameter = nn.Parameter(local if local.dtype == torch.float32 else local.float())
+        parameter.grad = self.local_grad[name]
+        return parameter
+
+    # ------------------------------------------------------------------------------------------------------ views
+
+    @property
+    def full(self) -> dict[str, Tensor]:
+        return self.full_of(0)
+
+    @property
+    def compact(self) -> dict[str, Tensor]:
+        return self.compact_of(0)
+
+    @property
+    def compact_grad(self) -> dict[str, Tensor]:
+        return self.compact_grad_of(0)
+
+    @property
+    def full_grad(self) -> dict[str, Tensor]:
+        return self.full_grad_of(0)
+
+    @property
+    def reduce_buffer(self) -> dict[str, Tensor]:
+        return self.reduce_buffer_of(0)
+
+    def full_of(self, slot_set: int) -> dict[str, Tensor]:
+        """`full` with the slots of a set."""
+        return {name: v.full for name, v in self._views[slot_set].items()}
+
+    def compact_of(self, slot_set: int) -> dict[str, Tensor]:
+        """`compact` with the slots of a set."""
+        return {name: v.compact for name, v in self._views[slot_set].items()}
+
+    def compact_grad_of(self, slot_set: int) -> dict[str, Tensor]:
+        """`compact_grad` with the slots of a set."""
+        return {name: v.compact_grad for name, v in self._views[slot_set].items() if v.compact_grad is not None}
+
+    def full_grad_of(self, slot_set: int) -> dict[str, Tensor]:
+        """`full_grad` with the slots of a set."""
+        if not self.grads:
+            return {}
+        if not hasattr(self, "_full_grads"):
+            self._full_grads: dict[int, dict[str, Tensor]] = {}
+        if slot_set not in self._full_grads:
+            self._full_grads[slot_set] = {p.name: self._map_full_grad(p, slot_set) for p in self.projections}
+        return self._full_grads[slot_set]
+
+    def reduce_buffer_of(self, slot_set: int) -> dict[str, Tensor]:
+        """`reduce_buffer` of a slot set."""
+        buffers = {name: slots.reduce_buffer for name, slots in self._slots[slot_set].items()}
+        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+
+    # ------------------------------------------------------------------------------------------------------ slots
+
+    def fill_slots(self, plan: Plan, slot_set: int, force: bool) -> None:
+        """Copy the weights that `plan` wants into the slots, unless they are there. Called by `Buffer.prefetch`."""
+        holder = (self._id, plan.key, self._peers.updates)
+        for name, slots in self._slots[slot_set].items():
+            if force or slots.holder != holder:
+                slots.holder = None
+                full = self._views[slot_set][name].full
+                SlotWeights(full, full[self.E :]).move(plan)
+                slots.holder = holder
+
+    def check_slots(self, plan: Plan, slot_set: int = 0) -> None:
+        """Raise unless the slots hold what the experts need to run with `plan`.
+
+        Raises:
+            StaleSlotsError: they hold another plan's or another pool's weights.
+        """
+        if not (plan.experts_to_copy[self.rank] >= 0).any():
+            return
+        for name, slots in self._slots[slot_set].items():
+            if slots.holder is None or slots.holder[:2] != (self._id, plan.key):
+                raise StaleSlotsError(
+                    f"{name}: the slots hold the weights of another plan or layer, expected those of this plan; "
+                    "call buffer.prefetch(plan, pool) after the last prefetch for another plan"
+                )
+
+    def slot_reductions(self, slot_set: int) -> list[SlotReduction]:
+        """What `Buffer.reduce` adds up."""
+        buffers = self.reduce_buffer_of(slot_set)
+        return [SlotReduction(self.local_grad[p.name], buffers[p.name]) for p in self.projections]
+
+    # ----------------------------------------------------------------------------------------- parameters, upkeep
+
+    @torch.no_grad()
+    def load_local(self, tensors: MappingOf[str, Tensor]) -> None:
+        """Copy this rank's own experts in. A dispatch or `buffer.barrier()` must follow before a peer reads them.
+
+        Args:
+            tensors: {projection: [L, ...]}, any floating dtype for floating projections; some or all projections.
+        """
+        shapes = {p.name: (self.L, *p.shape) for p in self.projections}
+        for name, tensor in tensors.items():
+            if name not in shapes:
+                raise ValueError(f"tensors: given {name!r}, expected one of {', '.join(map(repr, shapes))}")
+            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shapes[name]:
+                raise ValueError(f"tensors[{name!r}]: given {describe(tensor)}, expected {list(shapes[name])}")
+        for name, tensor in tensors.items():
+            self.local[name].copy_(tensor)
+            if name in self.master and self.master[name].data_ptr() != self.local[name].data_ptr():
+                self.master[name].copy_(tensor)
+        self._peers.updates += 1
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Make the compute weights equal to the master parameters: call it after the optimizer's step.
+
+        A dispatch or `buffer.barrier()` must follow before a peer reads them.
+        """
+        for name, parameter in self.master.items():
+            if parameter.data_ptr() != self.local[name].data_ptr():
+                self.local[name].copy_(parameter)
+        self._peers.updates += 1
+
+    @torch.no_grad()
+    def ready_gradients(self) -> None:
+        """Prepare `local_grad` for accumulation: honour what the optimizer did to `master[...].grad` since.
+
+        `zero_grad(set_to_none=True)` means that gradients start from zero; a gradient that was replaced is taken over.
+        """
+        for name, parameter in self.master.items():
+            own = self.local_grad[name]
+            if parameter.grad is None:
+                own.zero_()
+            elif parameter.grad.data_ptr() != own.data_ptr():
+                own.copy_(parameter.grad)
+            parameter.grad = own
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds: own weights and gradients, masters, slots and reduce buffers, and their sum.
+
+        Slots and reduce buffers are counted in full although other pools may share them.
+        """
+        L, B = self.L, self.B
+        weights = sum(L * p.stride(L) for p in self.projections)
+        held = {
+            "weights": weights,
+            "gradients": sum(c.nbytes for c in self._grad_chunks.values()),
+            "masters": sum(m.numel() * 4 for n, m in self.master.items() if m.data_ptr() != self.local[n].data_ptr()),
+            "slots": sum(s.weights.nbytes for group in self._slots for s in group.values()),
+            "reduce_buffers": sum(reduce_bytes(p, B, L) for p, _ in self._all_slots()) if self.grads else 0,
+        }
+        return {**held, "total": sum(held.values())}
+
+    def destroy(self) -> None:
+        """Give the memory back. Collective, bounded; does nothing the second time. Tensors in use stay valid."""
+        if self.destroyed:
+            return
+        self.destroyed = True
+        self._peers.all_gather(b"", "ExpertPool.destroy", self._timeout_s)
+        self._views, self._slots = [], []
+        self.local, self.local_grad, self.master, self._grad_chunks = {}, {}, {}, {}
+
+
+def _pieces(nbytes: int, largest: int) -> list[int]:
+    whole, rest = divmod(nbytes, largest)
+    return [largest] * whole + ([rest] if rest else [])
