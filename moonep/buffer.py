@@ -109,6 +109,7 @@ class Buffer:
         self.dtype = dtype
         self.explicitly_destroy = explicitly_destroy
         self.destroyed = False
+        self.serial = peers.exchanges
         self._id = next(_buffer_ids)
         self._peers = peers
         self._backend = CpuBackend(self.dims, dtype, peers, timeout_s)
@@ -327,6 +328,7 @@ class Buffer:
             if not pool.grads:
                 raise ValueError("pool: given one without gradients, expected ExpertPool(grads=True)")
             self._reduce(plan, pool.slot_reductions(slot_set))
+            pool.release_gradients(slot_set)
         return CompletedEvent() if async_finish else None
 
     @torch.no_grad()
@@ -376,6 +378,11 @@ class Buffer:
         with self._operation("barrier"):
             self._backend.barrier.wait()
             self._peers.updates += 1
+
+    @property
+    def usable(self) -> bool:
+        """Whether operations are possible: neither destroyed nor broken by a failure."""
+        return not self.destroyed and self._broken is None
 
     def check(self) -> None:
         """Raise what has gone wrong so far.

@@ -65,11 +65,13 @@ class Slots:
     Attributes:
         serial: equal on all ranks that created it together.
         holder: (pool, plan, count of weight updates) of what the slots hold; None: nothing.
+        gradients_of: (pool, plan) whose gradients are in the reduce buffer and not yet reduced; None: it is zero.
     """
 
     def __init__(self, projection: Projection, B: int, L: int, reduce_chunks: list[Chunk] | None, serial: int):
         self.serial = serial
         self.holder: tuple[int, int, int] | None = None
+        self.gradients_of: tuple[int, int] | None = None
         self.weights = Chunk(B * projection.stride(L))
         self.reduce_chunks = reduce_chunks
         self.reduce_buffer: Tensor | None = None
@@ -164,6 +166,7 @@ class ExpertPool:
                 found[i] = None  # one rank has let go of it: all make a new one
         self._make_memory(shared, found)
         self.master = {p.name: self._make_master(p.name) for p in self.projections} if master else {}
+        self._synced = self._versions()
 
     def _set_sizes(
         self,
@@ -324,11 +327,19 @@ class ExpertPool:
 
     # ------------------------------------------------------------------------------------------------------ slots
 
-    def fill_slots(self, plan: Plan, slot_set: int, force: bool) -> None:
-        """Copy the weights that `plan` wants into the slots, unless they are there. Called by `Buffer.prefetch`."""
+    def fill_slots(self, plan: Plan, slot_set: int, force: bool = False, check_updates: bool = True) -> None:
+        """Copy the weights that `plan` wants into the slots, unless they are there.
+
+        Args:
+            plan: whose redundant experts are wanted.
+            slot_set: which slots.
+            force: copy in any case.
+            check_updates: also copy when peers may have changed their weights since.
+        """
         holder = (self._id, plan.key, self._peers.updates)
+        compared = 3 if check_updates else 2
         for name, slots in self._slots[slot_set].items():
-            if force or slots.holder != holder:
+            if force or slots.holder is None or slots.holder[:compared] != holder[:compared]:
                 slots.holder = None
                 full = self._views[slot_set][name].full
                 SlotWeights(full, full[self.E :]).move(plan)
@@ -348,6 +359,28 @@ class ExpertPool:
                     f"{name}: the slots hold the weights of another plan or layer, expected those of this plan; "
                     "call buffer.prefetch(plan, pool) after the last prefetch for another plan"
                 )
+
+    def claim_gradients(self, plan: Plan, slot_set: int) -> None:
+        """Say that weight gradients of `plan` are about to be added to `compact_grad`.
+
+        Raises:
+            StaleSlotsError: the slots hold gradients of another plan that were not reduced: they would be mixed up.
+        """
+        claim = (self._id, plan.key)
+        for name, slots in self._slots[slot_set].items():
+            if slots.gradients_of not in (None, claim):
+                raise StaleSlotsError(
+                    f"{name}: the slots hold gradients of another plan or layer that were not reduced yet; call "
+                    "buffer.reduce for it first (with frozen inputs: give functional.dispatch an anchor), or give layers "
+                    "whose backward passes overlap different slot sets"
+                )
+        for slots in self._slots[slot_set].values():
+            slots.gradients_of = claim
+
+    def release_gradients(self, slot_set: int) -> None:
+        """The slots' gradients have been reduced. Called by `Buffer.reduce`."""
+        for slots in self._slots[slot_set].values():
+            slots.gradients_of = None
 
     def slot_reductions(self, slot_set: int) -> list[SlotReduction]:
         """What `Buffer.reduce` adds up."""
@@ -384,7 +417,20 @@ class ExpertPool:
         for name, parameter in self.master.items():
             if parameter.data_ptr() != self.local[name].data_ptr():
                 self.local[name].copy_(parameter)
+        self._synced = self._versions()
         self._peers.updates += 1
+
+    def sync_if_updated(self) -> None:
+        """`sync()` when a master parameter was written since the last one (as its autograd version tells)."""
+        if self._versions() != self._synced:
+            self.sync()
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self.master.values()]
+
+    def trains(self, name: str) -> bool:
+        """Whether the projection's weight gradients are wanted: not when its master parameter is frozen."""
+        return self.grads and (name not in self.master or self.master[name].requires_grad)
 
     @torch.no_grad()
     def ready_gradients(self) -> None:

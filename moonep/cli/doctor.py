@@ -43,34 +43,27 @@ def collect() -> dict[str, Any]:
         "p2p": _p2p_links(),
         "shared_memory": _shared_memory(),
     }
-    forced = os.environ.get("MOONEP_BACKEND") or None
-    report["backend"] = choose_backend(forced, report["shared_memory"]["memfd"])
+    report["backend"] = describe_backend(report["shared_memory"]["memfd"])
     report["warnings"] = find_problems(report)
     return report
 
 
-def choose_backend(forced: str | None, memfd: bool) -> dict[str, str | None]:
-    """The backend that this version uses here, None if none works, and the reason.
+def describe_backend(memfd: bool) -> dict[str, str | None]:
+    """The backend that a Buffer takes here when it is given none, None if it cannot work, and the reason.
 
     Args:
-        forced: the value of `MOONEP_BACKEND`, None when it is not set.
         memfd: whether shared memory without a file name works.
     """
-    name: str | None = None
-    if forced is not None and forced not in BACKENDS:
-        reason = f"MOONEP_BACKEND is {forced!r}, which is none of {', '.join(BACKENDS)}"
-    elif forced is not None and forced not in IMPLEMENTED:
-        reason = f"MOONEP_BACKEND asks for {forced}, which is not implemented in this version"
-    elif not memfd:
-        reason = (
-            "the cpu backend needs memfd_create, which this system lacks, and the collective backend, "
-            "which would do without, is not implemented in this version"
-        )
-    elif forced is not None:
-        name, reason = forced, "MOONEP_BACKEND asks for it"
-    else:
-        name, reason = "cpu", "the only one in this version: the cuda and collective backends are not implemented yet"
-    return {"name": name, "reason": reason, "MOONEP_BACKEND": forced}
+    try:
+        name, reason = choose(None)
+    except ValueError as error:
+        return {"name": None, "reason": str(error), "not_implemented": NOT_IMPLEMENTED}
+    if name == "cpu" and not memfd:
+        return {
+            "name": None,
+            "reason": "the cpu backend needs memfd_create, which this system lacks",
+            "not_implemented": NOT_IMPLEMENTED,
+        }
 
 
 def find_problems(report: dict[str, Any]) -> list[str]:

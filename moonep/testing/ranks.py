@@ -454,7 +454,8 @@ class _Rank:
         except BlockingIOError:
             pass
         threads = data.decode(errors="replace").split("\n\n")
-        return "\n\n".join(thread for thread in threads if _exit_with_parent.__name__ not in thread)
+        threads = [thread for thread in threads if f"in {_exit_with_parent.__name__}\n" not in f"{thread}\n"]
+        return "\n\n".join(_without_machinery(thread) for thread in threads)
 
     def kill(self) -> None:
         """SIGKILL: no handler, no C call that holds the interpreter can delay it."""
@@ -474,6 +475,13 @@ class _Rank:
             self.process.join()
         self.process.close()
         self.stacks.close()
+
+
+def _without_machinery(stack: str) -> str:
+    """Ends a stack (innermost call first) above the frames of this module that called the rank's function."""
+    lines = stack.split("\n")
+    machinery = [i for i, line in enumerate(lines) if __file__ in line and line.endswith(f"in {_perform.__name__}")]
+    return "\n".join(lines[: machinery[0]] if machinery else lines)
 
 
 def _unpack_outcome(payload: bytes) -> Outcome:
@@ -583,7 +591,10 @@ def _attempt(call: Callable[[], Any]) -> bytes:
 
 
 def _pack_error(error: BaseException) -> bytes:
-    report = "".join(traceback.format_exception_only(error) + traceback.format_exception(error))
+    calls = error.__traceback__
+    while calls is not None and calls.tb_next is not None and calls.tb_frame.f_code.co_filename == __file__:
+        calls = calls.tb_next  # not the frames of this module that called the rank's function
+    report = "".join(traceback.format_exception_only(error) + traceback.format_exception(type(error), error, calls))
     try:
         packed = _pack(Outcome(error=error, report=report))
         pickle.loads(packed)  # an exception whose __init__ takes other arguments than its args pickles, but only one way

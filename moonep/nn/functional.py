@@ -1,0 +1,121 @@
+"""Dispatch and combine as differentiable functions: each is the other's backward, with the saved plan.
+
+    forward    dispatch(x)  -> rows -> experts -> rows -> combine -> y
+    backward   combine(dx) <- rows <- experts <- rows <- dispatch(dy)
+
+Combine's backward brings the redundant experts' weights back into the slots, since other layers have used them in
+between; dispatch's backward ends with the reduction of their gradients to their homes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moonep.buffer import Buffer
+from moonep.plan import Plan
+from moonep.pool import ExpertPool
+
+
+class Dispatched(NamedTuple):
+    """Rows for the experts of this rank: hidden [C, H], route weights [C] fp32, and the plan."""
+
+    hidden: Tensor
+    route_weights: Tensor
+    plan: Plan
+
+
+def dispatch(
+    buffer: Buffer,
+    hidden: Tensor,
+    route_weights: Tensor,
+    topk_experts: Tensor,
+    pool: ExpertPool | None = None,
+    *,
+    anchor: Tensor | None = None,
+    slot_set: int = 0,
+    zero_copy: bool = False,
+) -> Dispatched:
+    """Send tokens to their experts' rows. Collective, in forward and in backward.
+
+    Args:
+        buffer: of this layer shape.
+        hidden: [s, H] payload dtype.
+        route_weights: [s, K] fp32.
+        topk_experts: [s, K] int32 or int64; -1 = no assignment.
+        pool: whose slot gradients are reduced home at the end of backward; None: not at all.
+        anchor: any tensor that requires grad, such as an expert parameter. Backward runs only when an input requires
+            grad: with frozen inputs and router the gradients of redundant experts would never go home. It gets none.
+        slot_set: which of the pool's slots.
+        zero_copy: `hidden` of the result is a view of the Buffer's rows, valid until its next fresh dispatch. Whoever
+            saves it for backward and uses it after that gets an error.
+
+    Returns:
+        Rows past the plan's last offset are undefined.
+    """
+    args = (buffer, pool, slot_set, zero_copy, hidden.contiguous(), route_weights.contiguous(), topk_experts, anchor)
+    return Dispatched(*_Dispatch.apply(*args))
+
+
+def combine(
+    buffer: Buffer, plan: Plan, hidden: Tensor, pool: ExpertPool | None = None, *, slot_set: int = 0
+) -> Tensor:
+    """Sum each token's rows back at its rank, unweighted. Collective, in forward and in backward.
+
+    Args:
+        buffer: that made the plan.
+        plan: of the dispatch.
+        hidden: [C, H] payload dtype, the experts' output.
+        pool: whose slots get this plan's weights again in backward; None: not at all.
+        slot_set: which of the pool's slots.
+
+    Returns:
+        [s, H] payload dtype.
+    """
+    return _Combine.apply(buffer, pool, slot_set, plan, hidden.contiguous())
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        buffer: Buffer,
+        pool: ExpertPool | None,
+        slot_set: int,
+        zero_copy: bool,
+        hidden: Tensor,
+        route_weights: Tensor,
+        topk_experts: Tensor,
+        anchor: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Plan]:
+        rows, weights, _, plan = buffer.dispatch(hidden, route_weights, topk_experts, zero_copy=zero_copy)
+        ctx.buffer, ctx.pool, ctx.slot_set, ctx.plan = buffer, pool, slot_set, plan
+        return rows, weights, plan
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        buffer, plan = ctx.buffer, ctx.plan
+        grad_hidden, grad_route_weights, _ = buffer.combine(plan, grad_rows.contiguous(), grad_weights.contiguous())
+        if ctx.pool is not None and ctx.pool.grads:
+            buffer.reduce(plan, ctx.pool, slot_set=ctx.slot_set)
+        return None, None, None, None, grad_hidden, grad_route_weights, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, buffer: Buffer, pool: ExpertPool | None, slot_set: int, plan: Plan, hidden: Tensor
+    ) -> Tensor:
+        ctx.buffer, ctx.pool, ctx.slot_set, ctx.plan = buffer, pool, slot_set, plan
+        return buffer.combine(plan, hidden)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        buffer, plan = ctx.buffer, ctx.plan
+        if ctx.pool is not None:
+            # Before the dispatch, not after it: then slots that no other layer has used since are not copied again.
+            buffer.prefetch(plan, ctx.pool, slot_set=ctx.slot_set)
+        grad_rows = buffer.dispatch(grad_output.contiguous(), plan=plan)[0]
+        return None, None, None, None, grad_rows

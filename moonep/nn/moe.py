@@ -1,0 +1,205 @@
+"""MoE: a complete mixture-of-experts layer. Replaces a dense feed-forward block on every rank of an EP group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moonep.buffer import Buffer
+from moonep.memory.peers import Peers
+from moonep.nn import functional
+from moonep.nn.experts import experts
+from moonep.nn.router import Router
+from moonep.plan import Plan
+from moonep.pool import ExpertPool
+
+SAVE = ("rows", "tokens")
+
+
+class MoE(nn.Module):
+    """Router, experts spread over the ranks of a group, and optional shared experts. Collective, like its backward.
+
+    Every rank computes the same number of rows whatever the router does; output and gradients equal those of the
+    unbalanced layer up to rounding.
+
+    Args:
+        hidden, ffn: H and F. Experts are SwiGLU: down(silu(x gate) * (x up)).
+        num_experts, top_k: E and K.
+        group: process group; None: all ranks, or this process alone.
+        max_tokens: S, the most tokens that a rank brings in one forward.
+        buffer: use this Buffer; None: layers with equal sizes in a group share one.
+        dtype: of rows and compute weights. Parameters are fp32.
+        router: "softmax" or "sigmoid" scores.
+        normalize_topk, route_scale: see `Router`.
+        shared_ffn: width of a shared expert that sees every token; 0: none. Replicated, like the router: the caller
+            reduces its gradients over ranks (DistributedDataParallel or an all-reduce).
+        save: what backward needs: "rows" keeps the rows that arrived and the activations; "tokens" keeps only the
+            tokens, dispatches them again and computes activations again.
+        B, token_padding, balance, timeout_s, backend: see `Buffer`.
+        slot_set, slot_sets: which of how many slot sets this layer uses.
+        seed: of the initial weights: equal for any number of ranks.
+
+    Attributes:
+        router: `Router`; replicated.
+        experts: nn.ParameterDict gate [L, H, F], up [L, H, F], down [L, F, H]: fp32 parameters of this rank's own
+            experts. Gradients are complete after backward: do not reduce them over the EP group.
+        plan: the last forward's plan: `moe.plan.stats()`.
+        aux_loss: [] the last forward's auxiliary loss, to be added to the loss with a coefficient.
+        load: [E] int64, assignments of all ranks since `update_bias`.
+    """
+
+    load: Tensor
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        num_experts: int,
+        top_k: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        max_tokens: int,
+        buffer: Buffer | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        router: str = "softmax",
+        normalize_topk: bool = True,
+        route_scale: float = 1.0,
+        shared_ffn: int = 0,
+        save: str = "rows",
+        B: int | None = None,
+        token_padding: int = 128,
+        balance: str | float = "exact",
+        slot_set: int = 0,
+        slot_sets: int = 1,
+        backend: str | None = None,
+        timeout_s: float = 60.0,
+        seed: int = 0,
+    ):
+        super().__init__()
+        if save not in SAVE:
+            raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, SAVE))}")
+        peers = Peers.of(group)
+        self.save, self.slot_set = save, slot_set
+        self.router = Router(
+            hidden, num_experts, top_k, score=router, normalize=normalize_topk, scale=route_scale
+        )
+        if buffer is None:
+            settings = {"token_padding": token_padding, "B": B, "dtype": dtype, "balance": balance}
+            settings |= {"backend": backend, "timeout_s": timeout_s}
+            buffer = shared_buffer(peers, max_tokens, hidden, top_k, num_experts, settings)
+        self.buffer = buffer
+        self.pool = ExpertPool(
+            {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)},
+            E=num_experts,
+            B=buffer.dims.B,
+            dtype=dtype,
+            group=peers.group,
+            grads=True,
+            slot_sets=slot_sets,
+            master=True,
+            backend=backend,
+            timeout_s=timeout_s,
+        )
+        self.experts = nn.ParameterDict(self.pool.master)
+        self.shared = SharedExpert(hidden, shared_ffn) if shared_ffn else None
+        self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.plan: Plan | None = None
+        self.aux_loss: Tensor | None = None
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Normal weights of variance 1 / fan-in (router: 0.02 standard deviation), the same for any number of ranks."""
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.normal_(self.router.weight, std=0.02, generator=generator)
+        for parameter in self.experts.values():
+            one = torch.empty(parameter.shape[1:])
+            for e in range(self.pool.E):
+                one.normal_(0, 1 / math.sqrt(one.shape[0]), generator=generator)
+                if e // self.pool.L == self.pool.rank:
+                    parameter[e % self.pool.L].copy_(one)
+        if self.shared is not None:
+            for linear in (self.shared.gate, self.shared.up, self.shared.down):
+                nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features), generator=generator)
+        self.pool.sync()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., H] any floating dtype, at most S tokens, S may differ by rank -> [..., H] in x's dtype."""
+        buffer, pool, slot_set = self.buffer, self.pool, self.slot_set
+        pool.sync_if_updated()
+        tokens = x.reshape(-1, x.shape[-1])
+        ids, weights, self.aux_loss = self.router(tokens)
+        payload = tokens.to(buffer.dtype)
+        rows, row_weights, plan = functional.dispatch(
+            buffer,
+            payload,
+            weights,
+            ids,
+            pool,
+            anchor=self._anchor(),
+            slot_set=slot_set,
+            zero_copy=self.save == "tokens",
+        )
+        buffer.prefetch(plan, pool, slot_set=slot_set)
+        again = _RowsAgain(buffer, plan, payload.detach(), weights.detach()) if self.save == "tokens" else None
+        rows = experts(pool, plan, rows, row_weights, slot_set=slot_set, rows_again=again)
+        output = functional.combine(buffer, plan, rows, pool, slot_set=slot_set).to(x.dtype)
+        if self.shared is not None:
+            output = output + self.shared(tokens)
+        self.plan = plan
+        if self.training:
+            self.load += plan.load.sum(0)
+        return output.view(x.shape)
+
+    def update_bias(self, rate: float = 1e-3) -> None:
+        """Move the router's bias towards equal loads, by what all ranks routed since the last call. See `Router.bias`."""
+        self.router.update_bias(self.load, rate)
+        self.load.zero_()
+
+    def _anchor(self) -> Tensor | None:
+        trained = [p for p in self.experts.values() if p.requires_grad]
+        return trained[0] if trained else None
+
+
+class SharedExpert(nn.Module):
+    """A SwiGLU feed-forward that every token goes through."""
+
+    def __init__(self, hidden: int, ffn: int):
+        super().__init__()
+        self.gate = nn.Linear(hidden, ffn, bias=False)
+        self.up = nn.Linear(hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, H] -> [s, H]"""
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class _RowsAgain:
+    """Brings the rows of a dispatch again, from the tokens."""
+
+    def __init__(self, buffer: Buffer, plan: Plan, tokens: Tensor, weights: Tensor):
+        self.buffer, self.plan, self.tokens, self.weights = buffer, plan, tokens, weights
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        rows, weights, _, _ = self.buffer.dispatch(self.tokens, self.weights, plan=self.plan, zero_copy=True)
+        return rows, weights
+
+
+def shared_buffer(peers: Peers, S: int, H: int, K: int, E: int, settings: dict[str, Any]) -> Buffer:
+    """The Buffer that layers of these sizes share in a group; made when there is none. Collective."""
+    key = ("buffer", S, H, K, E, *settings.items())
+
+    def held() -> dict[str, Any]:
+        buffer = peers.shared.get(key)
+        return {"_serial": 0 if buffer is None or not buffer.usable else buffer.serial}
+
+    buffer = peers.shared.get(key)  # held here, so that it does not go away between asking and using it
+    serials = {reply["_serial"] for reply in peers.agree("MoE", settings["timeout_s"], held)}
+    if buffer is None or len(serials) > 1 or serials == {0}:
+        peers.shared[key] = buffer = Buffer(S, H, K, E, peers.size, group=peers.group, **settings)
+    return buffer
