@@ -92,11 +92,12 @@ class Buffer:
                 raise ValueError(f"domains: given {domains!r}, expected None with the cpu backend")
             name, _ = backends.choose(backend)
             slots = E // num_ep_ranks if B is None and isinstance(E, int) else B
-            d = Dims(S=S, K=K, E=E, R=num_ep_ranks, H=H, B=slots, P=token_padding, balance=Balance.parse(balance))  # type: ignore[arg-type]
+            d = Dims(S=S, K=K, E=E, R=num_ep_ranks, H=H, B=slots, P=token_padding, balance=Balance.parse(balance))
             d.validate()
             if d.H * dtype.itemsize % ROW_ALIGNMENT_BYTES:
                 raise ValueError(
-                    f"H: given {H}, a row of {H * dtype.itemsize} bytes; expected a multiple of {ROW_ALIGNMENT_BYTES} bytes"
+                    f"H: given {H}, a row of {H * dtype.itemsize} bytes; "
+                    f"expected a multiple of {ROW_ALIGNMENT_BYTES} bytes"
                 )
             sizes.append(d)
             same = {"S": S, "H": H, "K": K, "E": E, "token_padding": token_padding, "B": d.B, "dtype": str(dtype)}
@@ -115,8 +116,6 @@ class Buffer:
         self._backend = CpuBackend(self.dims, dtype, peers, timeout_s)
         self._broken: PeerError | None = None
         self._ctx = {"NvS": self.dims.C}
-
-    # ------------------------------------------------------------------------------------------------------- rows
 
     @torch.no_grad()
     def dispatch(
@@ -242,8 +241,6 @@ class Buffer:
     def router_weight_buffer_view(self) -> Tensor:
         """[C] float32: route weights (or their gradients), for `combine(router_weights_zero_copy=True)`."""
         return self._backend.gradient.weights
-
-    # -------------------------------------------------------------------------------------- weights and gradients
 
     @torch.no_grad()
     def prefetch(
@@ -371,8 +368,6 @@ class Buffer:
         for reduction in reductions:
             reduction.clear(plan)
 
-    # ----------------------------------------------------------------------------------------------------- upkeep
-
     def barrier(self) -> None:
         """Wait for all ranks. Weights and gradients that a rank wrote before are visible to all after it."""
         with self._operation("barrier"):
@@ -437,8 +432,6 @@ class Buffer:
             self._broken = error if isinstance(error, PeerError) else PeerError(self.rank, name, repr(error))
             barrier.poison(str(error) or repr(error))
             raise
-
-    # ----------------------------------------------------------------------------------------------------- checks
 
     def _check_rows(self, hidden: Tensor, weights: Tensor | None, num_tokens: int | str) -> int:
         d, device = self.dims, self._backend.device

@@ -144,7 +144,9 @@ class Dims:
         if self.R > MAX_RANKS:
             raise ValueError(f"num_ep_ranks: given {self.R}, expected at most {MAX_RANKS}")
         if self.C >= 1 << 24:
-            raise ValueError(f"S: given {self.S}, which needs receive buffers of {self.C} rows; expected less than 2^24")
+            raise ValueError(
+                f"S: given {self.S}, which needs receive buffers of {self.C} rows; expected less than 2^24"
+            )
         if self.R * self.C >= 1 << 31 or self.R * self.S * self.W >= 1 << 30:
             raise ValueError(
                 f"S: given {self.S} on {self.R} ranks, whose {self.R * self.C} rows do not fit 31-bit row numbers "

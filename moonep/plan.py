@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,8 @@ class Plan:
 
     def clone(self) -> Plan:
         """A plan with tensors of its own, equal in value."""
-        copies = {f.name: v.clone() for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        copies: dict[str, Any] = {name: v.clone() for name, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **copies)
 
     def destinations(self) -> tuple[Tensor, Tensor, Tensor]:

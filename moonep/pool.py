@@ -184,8 +184,8 @@ class ExpertPool:
         self.B = self.L if B is None else B
         needed = min(self.L, E - self.L) if self.grads else 0
         if not isinstance(self.B, int) or self.B < needed:
-            why = " with grads=True: a redundant expert without a slot has no place for its gradient" if self.grads else ""
-            raise ValueError(f"B: given {B!r}, expected B >= {needed}{why}")
+            why = ", as grads=True needs: every redundant expert has a gradient" if self.grads else ""
+            raise ValueError(f"B: given {B!r}, expected an integer >= {needed}{why}")
         if master and not self.grads:
             raise ValueError("master: given True with grads=False, expected grads=True: parameters need gradients")
         if not isinstance(self.slot_sets, int) or self.slot_sets < 1:
@@ -199,10 +199,10 @@ class ExpertPool:
             if not isinstance(dtypes.get(name), torch.dtype):
                 raise ValueError(f"dtype[{name!r}]: given {dtypes.get(name)!r}, expected a torch.dtype")
             if (master or self.grads) and not dtypes[name].is_floating_point:
-                raise ValueError(f"dtype[{name!r}]: given {dtypes[name]} with grads=True, expected a floating point dtype")
+                raise ValueError(
+                    f"dtype[{name!r}]: given {dtypes[name]} with grads=True, expected a floating point dtype"
+                )
         self.projections = [Projection(name, tuple(shape), dtypes[name]) for name, shape in shapes.items()]
-
-    # ----------------------------------------------------------------------------------------------------- memory
 
     def _all_slots(self) -> list[tuple[Projection, int]]:
         return [(p, i) for i in range(self.slot_sets) for p in self.projections]
@@ -229,12 +229,12 @@ class ExpertPool:
         self.local, self.local_grad, self._grad_chunks = {}, {}, {}
         self._views: list[dict[str, Views]] = [{} for _ in range(self.slot_sets)]
         for p, every in zip(self.projections, weights, strict=True):
-            own = every[self.rank]
-            grad_own = Chunk(L * p.grad().stride(L)) if self.grads else None
+            own, grad = every[self.rank], p.grad()
+            grad_own = Chunk(L * grad.stride(L)) if self.grads else None
             self.local[p.name] = Mapping([own]).tensor((L, *p.shape), p.dtype, 0, p.stride(L))
             if grad_own is not None:
                 self._grad_chunks[p.name] = grad_own
-                self.local_grad[p.name] = Mapping([grad_own]).tensor((L, *p.shape), torch.float32, 0, p.grad().stride(L))
+                self.local_grad[p.name] = Mapping([grad_own]).tensor((L, *p.shape), grad.dtype, 0, grad.stride(L))
             for i in range(self.slot_sets):
                 slots = self._slots[i][p.name]
                 self._views[i][p.name] = self._map(p, every, own, grad_own, slots)
@@ -275,8 +275,6 @@ class ExpertPool:
         parameter = nn.Parameter(local if local.dtype == torch.float32 else local.float())
         parameter.grad = self.local_grad[name]
         return parameter
-
-    # ------------------------------------------------------------------------------------------------------ views
 
     @property
     def full(self) -> dict[str, Tensor]:
@@ -325,8 +323,6 @@ class ExpertPool:
         buffers = {name: slots.reduce_buffer for name, slots in self._slots[slot_set].items()}
         return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
-    # ------------------------------------------------------------------------------------------------------ slots
-
     def fill_slots(self, plan: Plan, slot_set: int, force: bool = False, check_updates: bool = True) -> None:
         """Copy the weights that `plan` wants into the slots, unless they are there.
 
@@ -371,8 +367,8 @@ class ExpertPool:
             if slots.gradients_of not in (None, claim):
                 raise StaleSlotsError(
                     f"{name}: the slots hold gradients of another plan or layer that were not reduced yet; call "
-                    "buffer.reduce for it first (with frozen inputs: give functional.dispatch an anchor), or give layers "
-                    "whose backward passes overlap different slot sets"
+                    "buffer.reduce for it first (with frozen inputs: give functional.dispatch an anchor), or give "
+                    "layers whose backward passes overlap different slot sets"
                 )
         for slots in self._slots[slot_set].values():
             slots.gradients_of = claim
@@ -386,8 +382,6 @@ class ExpertPool:
         """What `Buffer.reduce` adds up."""
         buffers = self.reduce_buffer_of(slot_set)
         return [SlotReduction(self.local_grad[p.name], buffers[p.name]) for p in self.projections]
-
-    # ----------------------------------------------------------------------------------------- parameters, upkeep
 
     @torch.no_grad()
     def load_local(self, tensors: MappingOf[str, Tensor]) -> None:

@@ -28,6 +28,7 @@ Rank 1 keeps its own 2 assignments of expert 0 (local first); rank 0 keeps 3 and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,8 +38,6 @@ from moonep.plan import INT32_MIN, LINK_HEAD, LINK_LAST, Plan, reply_address
 from moonep.planner import policy
 
 Pieces = list[list[tuple[int, int]]]
-
-# ------------------------------------------------------------------------------------------------------- planning
 
 
 def make_plans(topk_sK: Sequence[Tensor], dims: Dims) -> list[Plan]:
@@ -188,14 +187,11 @@ def link_rows(dst: Sequence[Tensor], dims: Dims) -> list[Tensor]:
         for token, ranks in enumerate(rows_by_rank(dst[source], dims)):
             for ordinal, (rank, chain) in enumerate(ranks.items()):
                 rows = [row for _, row in chain]
-                for row, follower in zip(rows, rows[1:], strict=False):
+                for row, follower in pairwise(rows):
                     links[rank, row] = follower
                 links[rank, rows[-1]] = reply_address(dims, source, token, ordinal) - LINK_LAST
                 links[rank, rows[0]] += LINK_HEAD
     return list(links.int())
-
-
-# ---------------------------------------------------------------------------------------------- rows and weights
 
 
 def dispatch(

@@ -47,7 +47,7 @@ class SlotWeights:
 
 @dataclass(frozen=True)
 class SlotReduction:
-    """The gradients of one projection: of this rank's own experts [L, ...], and of all ranks' slots [R, B, ...] fp32."""
+    """The gradients of one projection: own experts' [L, ...], and all ranks' slots' [R, B, ...] fp32."""
 
     own: Tensor
     slots: Tensor
@@ -85,6 +85,7 @@ def weight_forms(given: dict[str, Tensor], dims: Dims) -> list[SlotWeights]:
         if local is not None or buffer is not None:
             _check_rows(f"local_{name}_weight", local, (d.L,))
             _check_rows(f"{name}_prefetch_buffer", buffer, (d.R, d.B), like=local)
+            assert local is not None and buffer is not None
             forms.append(SlotWeights(local, buffer, pushed=True))
     _check_used(rest, forms, [f"full_{p}_weight" for p in PROJECTIONS])
     return forms

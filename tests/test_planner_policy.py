@@ -14,9 +14,10 @@ from moonep.planner import policy
 from moonep.planner.policy import alias, allocate, caps, chain, copies, limits, path, targets_within, violations
 
 Load = tuple[list[int], int]  # T_E, R
+EXACT = Balance()
 
 
-def dims_of(T_E: list[int], R: int, balance: Balance = Balance(), room: int = 0) -> Dims:
+def dims_of(T_E: list[int], R: int, balance: Balance = EXACT, room: int = 0) -> Dims:
     """The smallest dims that can bring this load, plus `room` tokens a rank."""
     return Dims(S=max(1, -(-sum(T_E) // R)) + room, K=1, E=len(T_E), R=R, H=8, B=len(T_E) // R, balance=balance)
 
@@ -227,6 +228,75 @@ def test_a_chain_relieves_a_hot_rank_that_no_path_does():
     assert (copies(chained, 4), copies(star, 4)) == ((3, 1, 2), (3, 1, 3))
 
 
+def test_alias_covers_the_larger_quota_of_a_donor_first():
+    # Rank 1 lacks 4 and gets all of expert 1; rank 2 lacks 3 and gets them of expert 0.
+    counts_ER = alias([5, 4, 2, 2, 2, 0, 0, 0, 3, 0, 0, 0], 3, [6, 6, 6])
+    assert counts_ER is not None
+    assert counts_ER[:2] == [[2, 0, 3], [0, 4, 0]]
+
+
+@pytest.mark.parametrize(
+    ("T_E", "R", "expected"),
+    [
+        ([1, 2, 6], 3, [[0, 1, 0], [0, 2, 0], [3, 0, 3]]),
+        ([10, 14, 11, 1], 4, [[4, 0, 6, 0], [5, 9, 0, 0], [0, 0, 3, 8], [0, 0, 0, 1]]),
+        ([0, 4, 5], 3, [[0, 0, 0], [3, 1, 0], [0, 2, 3]]),
+    ],
+    ids=["the largest deficit that fits first", "then the smallest surplus", "from the largest surplus on"],
+)
+def test_a_path_takes(T_E: list[int], R: int, expected: list[list[int]]):
+    assert path(T_E, R, caps(sum(T_E), R)) == expected
+
+
+@pytest.mark.parametrize(
+    ("T_E", "R", "g", "expected"),
+    [
+        ([0, 6, 1, 5], 4, 2, [[0, 0, 0, 0], [0, 3, 2, 1], [0, 0, 1, 0], [3, 0, 0, 2]]),
+        ([1, 0, 6, 1], 4, 2, [[0, 0, 0, 1], [0, 0, 0, 0], [2, 2, 2, 0], [0, 0, 0, 1]]),
+        (
+            [11, 12, 11, 1, 0],
+            5,
+            1,
+            [[7, 1, 3, 0, 0], [0, 6, 0, 6, 0], [0, 0, 4, 0, 7], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]],
+        ),
+        (
+            [4, 5, 4, 3, 0, 0, 5, 0, 0],
+            3,
+            1,
+            [[0, 4, 0], [5, 0, 0], [2, 0, 2], [0, 3, 0], [0, 0, 0], [0, 0, 0], [0, 0, 5], [0, 0, 0], [0, 0, 0]],
+        ),
+        ([0, 24, 2, 1, 0, 9], 3, 1, [[0, 0, 0], [12, 9, 3], [0, 2, 0], [0, 1, 0], [0, 0, 0], [0, 0, 9]]),
+        (
+            [24, 0, 0, 8, 0, 0, 3, 3, 2, 8, 0, 0],
+            4,
+            1,
+            [[12, 8, 0, 4], *2 * [[0] * 4], [0, 4, 4, 0], *2 * [[0] * 4], [0, 0, 3, 0], [0, 0, 3, 0], [0, 0, 2, 0]]
+            + [[0, 0, 0, 8], *2 * [[0] * 4]],
+        ),
+    ],
+    ids=[
+        "rounds the part of a copy up",
+        "divides the surplus by the copies still to make",
+        "fills the smallest deficit that takes the whole surplus when none fits",
+        "is no longer than what one expert of its hot rank covers",
+        "is no longer than what one expert of its head covers",
+        "is no longer than what one expert of each later member covers",
+    ],
+)
+def test_a_chain(T_E: list[int], R: int, g: int, expected: list[list[int]]):
+    assert chain(T_E, R, caps(sum(T_E), R), g) == expected
+
+
+def test_a_chain_ends_at_a_rank_that_has_made_its_copies():
+    # Rank 1 gives 75 in 3 copies, 13 more than it has too many. Getting them back from rank 9 it could also pass on the 4
+    # that rank 4 lacks, but not for a 4th copy: rank 9 serves both.
+    T_E = [0, 102, 0, 58, 58, 6, 0, 0, 39, 137]
+    counts_ER = chain(T_E, 10, [40] * 10, g=2)
+    assert counts_ER is not None
+    assert counts_ER[1] == [0, 27, 40, 0, 0, 34, 0, 0, 1, 0]
+    assert counts_ER[9] == [40, 13, 0, 0, 4, 0, 40, 0, 0, 40]
+
+
 def test_a_candidate_that_cannot_cover_a_quota_does_not_apply():
     # Rank 1 is to compute 5, more than rank 0 has, so two donors would have to serve it.
     assert set(map(str, candidates_of([3, 0, 3], 3, [1, 4, 1]).values())) == {"None"}
@@ -278,6 +348,12 @@ def test_auto_moves_nothing_that_fits(load: Load):
     if max(homes_of(T_E, R)) <= min(limits(sum(T_E), dims)):
         assert copies(plan.counts_ER, R) == (0, 0, 0)
         assert plan.policy == "path"
+
+
+def test_the_larger_of_the_two_tolerances_counts():
+    T_E = [1000, 1000, 1000, 1001]
+    assert limits(4001, dims_of(T_E, 4, Balance(eps_ppm=50_000, slack=20), room=99)) == [1051, 1050, 1050, 1050]
+    assert limits(4001, dims_of(T_E, 4, Balance(eps_ppm=10_000, slack=20), room=99)) == [1021, 1020, 1020, 1020]
 
 
 def test_auto_leaves_a_decode_step_at_home():

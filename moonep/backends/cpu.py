@@ -91,9 +91,9 @@ class CpuBackend:
         self.forward = RowRegion("forward", views, self.rank)
         self.gradient = RowRegion("gradient", views, self.rank)
 
-    # ------------------------------------------------------------------------------------------------- operations
-
-    def dispatch(self, hidden_sH: Tensor, weights_sK: Tensor | None, topk_sK: Tensor, counts_E: Tensor, owner: int) -> Plan:
+    def dispatch(
+        self, hidden_sH: Tensor, weights_sK: Tensor | None, topk_sK: Tensor, counts_E: Tensor, owner: int
+    ) -> Plan:
         """Plan, and send rows into the forward region of every rank.
 
         Visible when it returns: all rows, weights and links of this rank. Moves: s x min(R, K) rows at most to others.
@@ -141,7 +141,9 @@ class CpuBackend:
         self._send(self.gradient, hidden_sH, weights_sK, rank_sK, row_sK, padding_rows(plan.zero_fill_ranges))
         self.barrier.wait()  # all rows are there
 
-    def combine(self, plan: Plan, hidden_CH: Tensor, weights_C: Tensor | None, sync: bool) -> tuple[Tensor, Tensor | None]:
+    def combine(
+        self, plan: Plan, hidden_CH: Tensor, weights_C: Tensor | None, sync: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Push each token's partial sum to its rank, then sum the partial sums. See `reference.combine`."""
         d = self.dims
         if sync:
@@ -158,8 +160,6 @@ class CpuBackend:
         staging = self.staging_of[self.rank].view(d.S, d.W, d.H)[: plan.num_tokens]
         output = sum_partials(staging, rows.ranks_used(rank_sK, d).sum(1))
         return output, None if weights_C is None else self._gather(self.gradient.weights_of, rank_sK, row_sK)
-
-    # ------------------------------------------------------------------------------------------------ moving rows
 
     def _send(
         self,

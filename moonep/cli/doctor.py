@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 import moonep
+from moonep.backends import BACKENDS, choose
 from moonep.cli.output import JsonFlag, emit, open_console
 
 OPTIONAL_PACKAGES = ("triton", "cuda-bindings", "transformers")
-BACKENDS = ("cpu", "cuda", "collective")
-IMPLEMENTED = ("cpu",)
+ORDERED_STORES = ("x86_64", "AMD64")
 USUAL_MAP_COUNT = 65530
 USUAL_FILE_DESCRIPTORS = 1024
 
@@ -48,44 +48,50 @@ def collect() -> dict[str, Any]:
     return report
 
 
-def describe_backend(memfd: bool) -> dict[str, str | None]:
-    """The backend that a Buffer takes here when it is given none, None if it cannot work, and the reason.
+def describe_backend(memfd: bool) -> dict[str, Any]:
+    """The backend that a Buffer takes here when none is asked for, None if none works, and the reason.
 
     Args:
         memfd: whether shared memory without a file name works.
     """
+    name: str | None
     try:
         name, reason = choose(None)
     except ValueError as error:
-        return {"name": None, "reason": str(error), "not_implemented": NOT_IMPLEMENTED}
+        name, reason = None, str(error)
     if name == "cpu" and not memfd:
-        return {
-            "name": None,
-            "reason": "the cpu backend needs memfd_create, which this system lacks",
-            "not_implemented": NOT_IMPLEMENTED,
-        }
+        name, reason = None, "the cpu backend needs memfd_create, which this system lacks"
+    return {
+        "name": name,
+        "reason": reason,
+        "MOONEP_BACKEND": os.environ.get("MOONEP_BACKEND") or None,
+        "not_implemented": [planned for planned in ("cuda", "collective") if planned not in BACKENDS],
+    }
 
 
 def find_problems(report: dict[str, Any]) -> list[str]:
-    """One sentence for each thing in `report` that is likely to hurt, and what to do about it."""
+    """One warning for each thing in `report` that is likely to hurt: what it is, and what to do about it."""
     problems = []
-    backend, memory, gpus = report["backend"], report["shared_memory"], report["gpus"]
-    if backend["name"] is None and backend["MOONEP_BACKEND"] not in (None, *IMPLEMENTED):
-        problems.append(f"No backend can be used: {backend['reason']}. Unset MOONEP_BACKEND, or set it to cpu.")
-    elif backend["name"] is None:
-        problems.append(f"No backend can be used: {backend['reason']}. Use Linux, where memfd_create exists.")
-    if gpus:
+    system, memory, backend = report["system"], report["shared_memory"], report["backend"]
+    if not memory["memfd"]:
+        problems.append("memfd_create does not work here, so ranks cannot share memory: use Linux.")
+    if backend["name"] is None and memory["memfd"]:
+        problems.append(f"No backend can be used ({backend['reason']}): unset MOONEP_BACKEND, or set it to cpu.")
+    if backend["name"] == "cpu" and system["machine"] not in ORDERED_STORES:
         problems.append(
-            f"{len(gpus)} GPU(s) found, but this version has no cuda backend yet: give MoonEP tensors on the CPU."
+            f"The cpu backend relies on the store order of x86-64, and this is {system['machine']}: "
+            "do not trust its results here, use an x86-64 machine."
         )
-    elif report["system"]["nvidia_driver"]:
+    if report["gpus"] and "cuda" in backend["not_implemented"]:
+        problems.append("GPUs are here, but this version has no cuda backend yet: give MoonEP tensors on the CPU.")
+    if system["nvidia_driver"] and not report["gpus"]:
         problems.append(
             f"An NVIDIA driver is loaded but torch {report['versions']['torch']} sees no GPU: "
             "install a CUDA build of torch, and check CUDA_VISIBLE_DEVICES."
         )
     if (memory["max_map_count"] or USUAL_MAP_COUNT) < USUAL_MAP_COUNT:
         problems.append(
-            f"vm.max_map_count is {memory['max_map_count']}: large expert weights need more mappings. "
+            f"vm.max_map_count is {memory['max_map_count']}, and expert weights take a mapping for each chunk. "
             f"Run: sysctl -w vm.max_map_count={USUAL_MAP_COUNT}"
         )
     if (memory["file_descriptors"] or USUAL_FILE_DESCRIPTORS) < USUAL_FILE_DESCRIPTORS:
@@ -117,6 +123,8 @@ def render(report: dict[str, Any], console: Console) -> None:
     facts.add_row("descriptors", f"{memory['file_descriptors'] or 'no known limit'} a process")
     facts.add_row("MOONEP_BACKEND", backend["MOONEP_BACKEND"] or "not set")
     facts.add_row("backend", f"{backend['name'] or 'none'}: {backend['reason']}")
+    if backend["not_implemented"]:
+        facts.add_row("", f"not implemented yet in this version: {', '.join(backend['not_implemented'])}")
     console.print(facts, markup=False)
     for problem in report["warnings"]:
         console.print(f"warning: {problem}", style="yellow", markup=False, soft_wrap=True)
@@ -140,6 +148,7 @@ def _system() -> dict[str, Any]:
     can_pin = hasattr(os, "sched_getaffinity")
     return {
         "os": platform.platform(),
+        "machine": platform.machine(),
         "cpus": len(os.sched_getaffinity(0)) if can_pin else os.cpu_count(),
         "nvidia_driver": Path("/proc/driver/nvidia/version").exists(),
     }

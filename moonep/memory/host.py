@@ -77,7 +77,7 @@ class Mapping:
         base = _mmap(None, self.nbytes, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
         self._array = (ctypes.c_uint8 * self.nbytes).from_address(base)
         finalizer = weakref.finalize(self._array, _libc.munmap, base, self.nbytes)
-        finalizer.atexit = False  # type: ignore[misc]
+        finalizer.atexit = False
         for chunk, size in zip(chunks, sizes, strict=True):
             _mmap(base, size, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, chunk.descriptor)
             base += size

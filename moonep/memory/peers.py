@@ -57,11 +57,9 @@ class Peers:
         else:
             if dist.get_rank(group) < 0:
                 raise ValueError("group: given a process group without this rank, expected one that contains it")
-            peers = _by_group.get(group)
-            if peers is None:
-                peers = _by_group[group] = Peers(group)
+            peers = _by_group.setdefault(group, Peers(group))
         if num_ranks is not None and num_ranks != peers.size:
-            given = "no process group (is torch.distributed initialised?)" if group is None else f"a group of {peers.size}"
+            given = f"a group of {peers.size}" if group else "no process group (is torch.distributed initialised?)"
             raise ValueError(f"num_ep_ranks: given {num_ranks} with {given}, expected the size of the group")
         return peers
 
@@ -76,7 +74,7 @@ class Peers:
             return [payload]
         store = dist.distributed_c10d._get_default_store()
         prefix = f"moonep/{self.group.group_name}/{self.exchanges}"  # type: ignore[union-attr]
-        store.set(f"{prefix}/{self.rank}", payload)
+        store.set(f"{prefix}/{self.rank}", payload)  # type: ignore[arg-type]
         deadline = time.monotonic() + timeout_s
         gathered = []
         for r in range(self.size):

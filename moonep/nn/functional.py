@@ -59,9 +59,7 @@ def dispatch(
     return Dispatched(*_Dispatch.apply(*args))
 
 
-def combine(
-    buffer: Buffer, plan: Plan, hidden: Tensor, pool: ExpertPool | None = None, *, slot_set: int = 0
-) -> Tensor:
+def combine(buffer: Buffer, plan: Plan, hidden: Tensor, pool: ExpertPool | None = None, *, slot_set: int = 0) -> Tensor:
     """Sum each token's rows back at its rank, unweighted. Collective, in forward and in backward.
 
     Args:
@@ -105,9 +103,7 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, buffer: Buffer, pool: ExpertPool | None, slot_set: int, plan: Plan, hidden: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, buffer: Buffer, pool: ExpertPool | None, slot_set: int, plan: Plan, hidden: Tensor) -> Tensor:
         ctx.buffer, ctx.pool, ctx.slot_set, ctx.plan = buffer, pool, slot_set, plan
         return buffer.combine(plan, hidden)[0]
 

@@ -84,9 +84,7 @@ class MoE(nn.Module):
             raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, SAVE))}")
         peers = Peers.of(group)
         self.save, self.slot_set = save, slot_set
-        self.router = Router(
-            hidden, num_experts, top_k, score=router, normalize=normalize_topk, scale=route_scale
-        )
+        self.router = Router(hidden, num_experts, top_k, score=router, normalize=normalize_topk, scale=route_scale)
         if buffer is None:
             settings = {"token_padding": token_padding, "B": B, "dtype": dtype, "balance": balance}
             settings |= {"backend": backend, "timeout_s": timeout_s}
@@ -156,7 +154,7 @@ class MoE(nn.Module):
         return output.view(x.shape)
 
     def update_bias(self, rate: float = 1e-3) -> None:
-        """Move the router's bias towards equal loads, by what all ranks routed since the last call. See `Router.bias`."""
+        """Move the router's bias towards equal loads, by what all ranks routed since the last call."""
         self.router.update_bias(self.load, rate)
         self.load.zero_()
 

@@ -30,8 +30,8 @@ class Router(nn.Module):
         scale: factor on the route weights.
 
     Attributes:
-        bias: [E] fp32, added to the scores for the choice only, not in the weights. `update_bias` moves it so that loads
-            become equal without an auxiliary loss (Wang et al., 2024, "Auxiliary-Loss-Free Load Balancing").
+        bias: [E] fp32, added to the scores for the choice only, not in the weights. `update_bias` moves it so that
+            loads become equal without an auxiliary loss (Wang et al., 2024, "Auxiliary-Loss-Free Load Balancing").
     """
 
     bias: Tensor
@@ -66,7 +66,7 @@ class Router(nn.Module):
         return Routing(ids, weights * self.scale, self._aux_loss(scores, ids))
 
     def _aux_loss(self, scores: Tensor, ids: Tensor) -> Tensor:
-        """E * sum_e (share of assignments) * (mean probability): 1 when equal (Fedus et al., 2021, Switch Transformers)."""
+        """E * sum_e (share of assignments) * (mean probability): 1 when equal (Fedus et al., 2021)."""
         if not len(scores):
             return scores.sum()
         E = scores.shape[1]

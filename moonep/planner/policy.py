@@ -170,17 +170,12 @@ def alias(T_E: Sequence[int], R: int, targets: Sequence[int]) -> Counts | None:
     """
     moves = _Moves(T_E, R, targets)
     balance = moves.balance
-    quotas: list[tuple[int, int, int]] = []
     while any(balance):
-        donor = _first_max(range(R), balance)
-        receiver = _first_min(range(R), balance)
-        quota = -balance[receiver]
-        quotas.append((donor, -quota, receiver))
-        balance[donor] -= quota
-        balance[receiver] = 0
-    # Large quotas first: a large expert covers them alone, while its remains still cover a small one.
-    done = all(moves.cover(donor, receiver, -negated) for donor, negated, receiver in sorted(quotas))
-    return moves.counts_ER if done else None
+        # The largest deficit never grows, so a donor's quotas come largest first: a large expert covers them alone, and
+        # what is left of it still covers a small one.
+        if not moves.fill(_first_max(range(R), balance), _first_min(range(R), balance)):
+            return None
+    return moves.counts_ER
 
 
 def path(T_E: Sequence[int], R: int, targets: Sequence[int]) -> Counts | None:
@@ -197,12 +192,11 @@ def path(T_E: Sequence[int], R: int, targets: Sequence[int]) -> Counts | None:
     """
     moves = _Moves(T_E, R, targets)
     balance = moves.balance
-    open_ranks = {r for r in range(R) if balance[r]}
+    waiting = [r for r in range(R) if balance[r]]
     surplus, last = 0, 0
-    while open_ranks:
-        ranks = sorted(open_ranks)
-        givers = [r for r in ranks if balance[r] > 0]
-        fitting = [r for r in ranks if 0 < -balance[r] <= surplus]
+    while waiting:
+        givers = [r for r in waiting if balance[r] > 0]
+        fitting = [r for r in waiting if 0 < -balance[r] <= surplus]
         if surplus == 0:
             rank = _first_max(givers, balance)
         else:
@@ -210,8 +204,8 @@ def path(T_E: Sequence[int], R: int, targets: Sequence[int]) -> Counts | None:
             rank = _first_min(fitting, balance) if fitting else _first_min(givers, balance)
             if surplus > targets[rank] or not moves.cover(last, rank, surplus):
                 return None
-        open_ranks.remove(rank)
-        surplus, last = surplus + balance[rank], rank
+        waiting.remove(rank)
+        surplus, last = balance[rank], rank
     return moves.counts_ER
 
 
@@ -235,11 +229,8 @@ def chain(T_E: Sequence[int], R: int, targets: Sequence[int], g: int) -> Counts 
         members = _next_chain(moves, h, max(targets), g)
         # Tail first: what a member exports adds to its deficit, which the member before it then fills.
         for donor, receiver in reversed(list(pairwise([h, *members]))):
-            quota = -balance[receiver]
-            if not moves.cover(donor, receiver, quota):
+            if not moves.fill(donor, receiver):
                 return None
-            balance[donor] -= quota
-            balance[receiver] = 0
 
 
 def _next_chain(moves: _Moves, h: int, max_target: int, g: int) -> list[int]:
@@ -274,7 +265,7 @@ class _Moves:
     Attributes:
         counts_ER: the allocation so far.
         left_RL: of each rank's own experts, the assignments still at home; what the rank can export.
-        balance: [R], home load - target; kept by the caller, who decides what a move closes.
+        balance: [R], what a rank computes by the allocation so far - its target.
         exports: [R], copies made of the rank's experts so far.
     """
 
@@ -306,8 +297,14 @@ class _Moves:
             count_R[receiver] += moved
             left[i] -= moved
             quota -= moved
+            self.balance[donor] -= moved
+            self.balance[receiver] += moved
             self.exports[donor] += 1
         return True
+
+    def fill(self, donor: int, receiver: int) -> bool:
+        """Cover the whole deficit of the receiver, which is done with that; False if the donor has not that many."""
+        return self.cover(donor, receiver, -self.balance[receiver])
 
 
 def _home_loads(T_E: Sequence[int], R: int) -> list[int]:

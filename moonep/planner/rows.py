@@ -141,4 +141,3 @@ def ordinals(rank_sK: Tensor, dims: Dims) -> Tensor:
 def ranks_used(rank_sK: Tensor, dims: Dims) -> Tensor:
     """[s, R] bool: the ranks that a token has assignments on."""
     return (rank_sK[:, :, None] == torch.arange(dims.R)).any(1)
-

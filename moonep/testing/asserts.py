@@ -58,8 +58,8 @@ def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, 
 def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Counts the representable numbers between a and b, elementwise.
 
-    0.0 and -0.0 are the same number, as are two NaNs; a NaN is 2^63 - 1 away from any number. The largest finite number is one step
-    from infinity.
+    0.0 and -0.0 are the same number, as are two NaNs; a NaN is 2^63 - 1 away from any number. The largest finite
+    number is one step from infinity.
 
     Args:
         a: bfloat16, float16 or float32.
@@ -69,7 +69,9 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         int64, of the same shape.
     """
     if a.dtype != b.dtype or a.dtype not in _ULP_DTYPES or a.shape != b.shape:
-        raise ValueError(f"ulp_distance needs two tensors of one shape and one dtype of {_ULP_DTYPES}, got {_kind(a)} and {_kind(b)}")
+        raise ValueError(
+            f"ulp_distance needs two tensors of one shape and one dtype of {_ULP_DTYPES}, got {_kind(a)} and {_kind(b)}"
+        )
     distance = (_ordinal(a) - _ordinal(b)).abs()
     distance = torch.where(a.isnan() ^ b.isnan(), _FAR, distance)
     return torch.where(a.isnan() & b.isnan(), 0, distance)
@@ -79,24 +81,23 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def poisoned_allocators() -> Iterator[None]:
     """Within it, fresh memory is poison, so that a test sees a read of what was never written.
 
-    `torch.empty`, `torch.empty_like`, `torch.empty_strided` and `Tensor.new_empty` return NaN in floating-point and complex tensors, bytes
-    of 0x7F in integer ones, and leave bool as it is; gaps between the elements of a strided tensor are filled too. Not
-    reached: allocations inside torch's own operators, and names that were imported before (`from torch import empty`).
+    `torch.empty`, `torch.empty_like`, `torch.empty_strided` and `Tensor.new_empty` return NaN in floating-point and
+    complex tensors, bytes of 0x7F in integer ones, and leave bool as it is; gaps between the elements of a strided
+    tensor are filled too. Not reached: allocations inside torch's own operators, and names that were imported before
+    (`from torch import empty`).
 
-    Source: the idea is flash-linear-attention's; `torch.utils.deterministic.fill_uninitialized_memory` does likewise, but only
-    together with deterministic algorithms.
+    Source: the idea is flash-linear-attention's; `torch.utils.deterministic.fill_uninitialized_memory` does likewise,
+    but only together with deterministic algorithms.
     """
-    originals = {name: getattr(torch, name) for name in ("empty", "empty_like", "empty_strided")}
-    new_empty = torch.Tensor.new_empty
-    for name, original in originals.items():
-        setattr(torch, name, _poisoning(original))
-    torch.Tensor.new_empty = _poisoning(new_empty)  # hides the method of the C base class
+    places = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
+    originals = [getattr(owner, name) for owner, name in places]
+    for (owner, name), original in zip(places, originals, strict=True):
+        setattr(owner, name, _poisoning(original))
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
-        torch.Tensor.new_empty = new_empty
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
 
 
 def _poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -7,8 +7,8 @@
     with Ranks(4) as ranks:                                # persistent: start them once, call them often
         results = ranks.run(mean_of_ranks, PerRank([torch.ones(3) * r for r in range(4)]))
 
-Every rank is a process of its own, inside an initialised `torch.distributed` world. They are forked from a server that has
-already imported torch (multiprocessing's "forkserver"), which makes starting eight of them a matter of 0.2 s.
+Every rank is a process of its own, inside an initialised `torch.distributed` world. They are forked from a server that
+has already imported torch (multiprocessing's "forkserver"), which makes starting eight of them a matter of 0.2 s.
 
 What can go wrong is part of the interface. An exception of a rank arrives in the parent as the same exception, a rank
 that dies is named with its signal, a rank that hangs with its Python stack; nothing that a rank does hangs the parent.
@@ -33,7 +33,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
@@ -80,8 +80,8 @@ class Outcome:
 
     Attributes:
         value: what the function returned, if it did.
-        error: what it raised; `RankDied` or `RankTimeout` if it never answered; None if it raised something that does not
-            survive pickling (`report` tells).
+        error: what it raised; `RankDied` or `RankTimeout` if it never answered; None if it raised something that
+            does not survive pickling (`report` tells).
         report: the error in words, with its traceback or stack; None if the function returned.
     """
 
@@ -121,9 +121,9 @@ class RankFailure(RuntimeError):
 class Ranks:
     """A world of R rank processes on this machine, reused by every `run` until one fails or `close`.
 
-    Scripts that use it need the usual `if __name__ == "__main__":`, since the ranks import the script. Ranks see
-    the environment that the parent has when they start, plus `env`, plus what `torchrun` would set. They ignore Ctrl-C (the parent
-    ends them), die with the parent, and cannot start `multiprocessing` children of their own.
+    Scripts that use it need the usual `if __name__ == "__main__":`, since the ranks import the script. Ranks see the
+    environment that the parent has when they start, plus `env`, plus what `torchrun` would set. They ignore Ctrl-C
+    (the parent ends them), die with the parent, and cannot start `multiprocessing` children of their own.
 
     Args:
         R: number of ranks.
@@ -190,7 +190,7 @@ class Ranks:
                 self._stop(politely=False)
             if not self._ranks:
                 self._start()
-            for rank, task in zip(self._ranks, tasks):
+            for rank, task in zip(self._ranks, tasks, strict=True):
                 rank.put(task)
             outcomes = self._collect(self.timeout_s if timeout_s is None else timeout_s, on_message)
         except BaseException:  # Ctrl-C, or an error of on_message: the ranks are in the middle of something
@@ -242,7 +242,7 @@ class Ranks:
         return outcomes
 
     def _stop(self, politely: bool) -> None:
-        """Ends all processes: by their own exit if they are idle, else by SIGKILL. Leaves no zombie and no open pipe."""
+        """Ends all processes, by their own exit if they are idle, else by SIGKILL. Leaves no zombie, no open pipe."""
         for rank in self._ranks:
             rank.dismiss(politely)
         deadline = time.monotonic() + _EXIT_S
@@ -259,7 +259,7 @@ def run_ranks(
     raise_errors: bool = True,
     **options: Any,
 ) -> list[Any]:
-    """Starts R ranks, calls `fn(*args)` on each, ends them. `options` are those of `Ranks`; the rest is as in `Ranks.run`."""
+    """Starts R ranks, calls `fn(*args)` on each, ends them. `options` are those of `Ranks`, the rest as `Ranks.run`."""
     with Ranks(R, **options) as ranks:
         return ranks.run(fn, *args, on_message=on_message, raise_errors=raise_errors)
 
@@ -306,7 +306,7 @@ def _pack_tasks(fn: Callable[..., Any], args: tuple[Any, ...], R: int) -> list[b
             parts.append([_pack_named(f"argument {i} of rank {r}", arg[r]) for r in range(R)])
         else:
             raise ValueError(f"argument {i} is a PerRank of {len(arg)} values, expected one for each of {R} ranks")
-    return [_pack(list(task)) for task in zip(*parts)]
+    return [_pack(list(task)) for task in zip(*parts, strict=True)]
 
 
 def _pack_named(name: str, value: Any) -> bytes:
@@ -356,24 +356,23 @@ class _World:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store, also for a second init_process_group
             "TORCHELASTIC_RESTART_COUNT": 0,
         }
-        interfaces = {name for _, name in socket.if_nameindex()}
-        loopback = {"GLOO_SOCKET_IFNAME": name for name in ("lo0", "lo") if name in interfaces}  # works without a network
-        return {**loopback, **self.environment, **{key: str(value) for key, value in torchrun.items()}}
+        # The loopback interface works on a machine without a network, too.
+        loopbacks = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        gloo = {"GLOO_SOCKET_IFNAME": loopbacks[0]} if loopbacks else {}
+        return gloo | self.environment | {key: str(value) for key, value in torchrun.items()}
 
 
 def _serve_store() -> tuple[dist.Store, int]:
     """Returns a store that the ranks meet in, served by this process, and its port.
 
-    It outlives any rank, so a dead rank 0 does not hide who died. The socket is bound before its port is known to anyone, so no
-    one else can take the port, and it is open to this machine only.
+    It outlives any rank, so a dead rank 0 does not hide who died. The socket is bound before its port is known to
+    anyone, so no one else can take the port, and it is open to this machine only.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))
     listener.listen(1024)
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     return store, port
 
 
@@ -385,7 +384,7 @@ class _Rank:
     process: Any
     link: connection.Connection
     stacks: connection.Connection  # a pipe that the rank's faulthandler writes to: no file to clean up
-    _hung_up: bool = field(default=False)
+    _hung_up: bool = False
 
     @classmethod
     def start(cls, context: Any, index: int, world: _World) -> _Rank:
@@ -408,7 +407,7 @@ class _Rank:
 
     @property
     def waitables(self) -> list[Any]:
-        """What becomes ready when the rank speaks or dies. (A child of the rank may keep the link open after its death.)"""
+        """What becomes ready when the rank speaks or dies. (A child of the rank may keep its link open.)"""
         return [self.link, self.process.sentinel]
 
     def put(self, task: bytes) -> None:
@@ -539,19 +538,20 @@ def _rank_main(rank: int, world: _World, link: connection.Connection, stacks: co
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # so that a killed rank's prints are seen
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # so that a killed rank's prints are seen
     _parent = _Parent(link)
-    _parent.put(_OUTCOME + _attempt(lambda: _join_world(rank, world)))
+    _parent.put(_OUTCOME + _attempt(_join_world, rank, world))
     for task in _parent.tasks():
         if not task:
             if dist.is_initialized():
                 dist.destroy_process_group()
             return
-        _parent.put(_OUTCOME + _attempt(lambda: _perform(task)))
+        _parent.put(_OUTCOME + _attempt(_perform, task))
 
 
 def _exit_with_parent() -> None:
-    """Ends this process when the parent is gone, even if by SIGKILL. (The fork server outlives the parent, as long as we do.)"""
+    """Ends this process when the parent is gone, even if by SIGKILL. (The fork server lives as long as any of us.)"""
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
@@ -578,10 +578,10 @@ def _perform(task: bytes) -> Any:
     return fn(*map(pickle.loads, arg_bytes))
 
 
-def _attempt(call: Callable[[], Any]) -> bytes:
+def _attempt(call: Callable[..., Any], *args: Any) -> bytes:
     """Returns the pickled outcome of a call."""
     try:
-        value = call()
+        value = call(*args)
     except BaseException as error:  # SystemExit too: a rank that leaves early has failed
         return _pack_error(error)
     try:
@@ -597,7 +597,9 @@ def _pack_error(error: BaseException) -> bytes:
     report = "".join(traceback.format_exception_only(error) + traceback.format_exception(type(error), error, calls))
     try:
         packed = _pack(Outcome(error=error, report=report))
-        pickle.loads(packed)  # an exception whose __init__ takes other arguments than its args pickles, but only one way
+        pickle.loads(
+            packed
+        )  # an exception whose __init__ takes other arguments than its args pickles, but only one way
         return packed
     except Exception:
         return _pack(Outcome(report=report))

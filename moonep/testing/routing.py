@@ -1,8 +1,9 @@
 """Router outputs for tests and benchmarks: what every rank's router chose, from balanced to as bad as it gets.
 
-Each function returns a list of R tensors [S, K] int32 of expert ids, one per rank, on the CPU. Experts [r * L, (r + 1) * L), with
-L = E / R, live on rank r. The same arguments give the same ids (of the same torch version), so every rank of a benchmark can make
-all of them and keep its own. Ids are distinct within a token unless the function says otherwise.
+Each function returns a list of R tensors [S, K] int32 of expert ids, one per rank, on the CPU. Experts
+[r * L, (r + 1) * L), with L = E / R, live on rank r. The same arguments give the same ids (of the same torch version),
+so every rank of a benchmark can make all of them and keep its own. Ids are distinct within a token unless the function
+says otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def rank_imbalance(ids: Sequence[torch.Tensor], E: int) -> float:
 
 def expert_load(ids: Sequence[torch.Tensor], E: int) -> torch.Tensor:
     """Returns [E] int64: the assignments of each expert on all ranks. Ids of -1 do not count."""
-    return sum(torch.bincount(ids_SK[ids_SK >= 0].flatten(), minlength=E) for ids_SK in ids)
+    return torch.bincount(torch.cat([ids_SK[ids_SK >= 0] for ids_SK in ids]), minlength=E)
 
 
 def uniform(S: int, E: int, K: int, R: int, seed: int) -> list[torch.Tensor]:
@@ -53,21 +54,22 @@ def balanced(S: int, E: int, K: int, R: int) -> list[torch.Tensor]:
 def lognormal(S: int, E: int, K: int, R: int, maxvio: float, seed: int) -> list[torch.Tensor]:
     """Expert popularity is lognormal and the same on all ranks, as in a trained router; its spread is set by `maxvio`.
 
-    A token's score for expert e is sigma * z_e plus Gumbel noise, and its experts are the K best. Needs R * S * E floats.
+    A token's score for expert e is sigma * z_e plus Gumbel noise, and its experts are the K best; sigma is searched
+    for. Needs R * S * E floats of memory.
 
     Args:
         S: tokens per rank.
         E: experts.
         K: experts per token.
         R: ranks.
-        maxvio: target of `maxvio(ids, E)`, reached within `TOLERANCE`; at most E / K - 1, where an expert is in every token.
+        maxvio: target of `maxvio(ids, E)`, reached within `TOLERANCE`; at most E / K - 1: an expert in every token.
         seed: of popularity and noise.
 
     Raises:
-        ValueError: if the target is out of reach: above E / K - 1, or below the noise of sampling (`uniform`, `balanced`).
+        ValueError: if the target is out of reach: above E / K - 1, or below the noise of sampling (use `balanced`).
 
-    Source: Gumbel top-k, which samples K experts without replacement: Kool, van Hoof, Welling, "Stochastic Beams and Where to Find
-    Them", ICML 2019.
+    Source: Gumbel top-k, which samples K experts without replacement: Kool, van Hoof, Welling, "Stochastic Beams and
+    Where to Find Them", ICML 2019.
     """
     _check(S, E, K, R, S_min=1)
     if not 0 <= maxvio <= E / K - 1:
@@ -84,7 +86,9 @@ def lognormal(S: int, E: int, K: int, R: int, maxvio: float, seed: int) -> list[
     )
 
 
-def hot_rank(S: int, E: int, K: int, R: int, imbalance: float, hot_experts: int = 8, seed: int = 0) -> list[torch.Tensor]:
+def hot_rank(
+    S: int, E: int, K: int, R: int, imbalance: float, hot_experts: int = 8, seed: int = 0
+) -> list[torch.Tensor]:
     """A few experts of rank 0 are hot, all others equal: rank 0 gets `imbalance` times the mean.
 
     The case of `hot_experts` = L is the adverse one: no plan with few copies exists.
@@ -123,7 +127,7 @@ def hot_rank(S: int, E: int, K: int, R: int, imbalance: float, hot_experts: int 
 
 
 def all_to_one_expert(S: int, E: int, K: int, R: int, expert: int = 0) -> list[torch.Tensor]:
-    """Every assignment of every rank goes to one expert: the largest load there is. Ids repeat within a token if K > 1."""
+    """Every assignment of every rank goes to one expert: the largest load there is. Ids repeat in a token if K > 1."""
     _check(S, E, K, R)
     return [torch.full((S, K), expert, dtype=torch.int32) for _ in range(R)]
 
@@ -150,7 +154,7 @@ def repeated(S: int, E: int, K: int, R: int, seed: int = 0) -> list[torch.Tensor
 
 
 def with_mask(ids: _Ids, fraction: float, seed: int = 0) -> _Ids:
-    """Returns a copy in which `fraction` of the entries (rounded, of each tensor) are -1: assignments that do not exist.
+    """Returns a copy in which `fraction` of the entries (rounded, of each tensor) are -1: no assignment.
 
     Args:
         ids: [S, K] int32, or a list of them.
@@ -183,7 +187,9 @@ def _one_home(S: int, E: int, K: int, R: int, seed: int, distance: int) -> list[
 
 def _check(S: int, E: int, K: int, R: int, S_min: int = 0) -> None:
     if S < S_min or R < 1 or K < 1 or E < K or E % R:
-        raise ValueError(f"expected S >= {S_min}, R >= 1, 1 <= K <= E and E a multiple of R, got S={S} E={E} K={K} R={R}")
+        raise ValueError(
+            f"expected S >= {S_min}, R >= 1, 1 <= K <= E and E a multiple of R, got S={S} E={E} K={K} R={R}"
+        )
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:
@@ -211,7 +217,8 @@ def _search(
 
     With the noise fixed, the measure grows with the parameter in steps of one assignment, `step`.
 
-    Source: the Illinois variant, Dowell and Jarratt, BIT 11 (1971): bisection would need twice the samples, which is all the cost.
+    Source: the Illinois variant, Dowell and Jarratt, BIT 11 (1971). Bisection needs twice the samples, and they are
+    all the cost.
     """
     tolerance = max(TOLERANCE * abs(target), step)
     low = high = None  # (parameter, error) on either side of the target
@@ -229,7 +236,9 @@ def _search(
         x = _next_parameter(low, high)
         if not limits[0] <= x <= limits[1]:
             raise ValueError(f"{what}={target} is out of reach: these sizes and this seed come to {error + target:.4g}")
-    raise ValueError(f"{what}={target} is not within {tolerance:.4g} of any sample: with so few tokens it jumps past it")
+    raise ValueError(
+        f"{what}={target} is not within {tolerance:.4g} of any sample: with so few tokens it jumps past it"
+    )
 
 
 def _next_parameter(low: tuple[float, float] | None, high: tuple[float, float] | None) -> float:
