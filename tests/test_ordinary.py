@@ -56,10 +56,12 @@ def join(results: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def run_dense(results: list[dict[str, Any]], xs: list[Tensor], grads: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """The dense layer with the ranks' weights, and the expert ids that its router chose."""
-    weights = {n: torch.cat([r["weights"][n] for r in results]).detach().requires_grad_() for n in ("gate", "up", "down")}
+    weights = {n: torch.cat([r["weights"][n] for r in results]).detach() for n in ("gate", "up", "down")}
     router = Router(H, E, K)
     router.load_state_dict({"weight": results[0]["router_weight"].detach(), "bias": torch.zeros(E)})
-    x = torch.cat(xs).requires_grad_()
+    x = torch.cat(xs)
+    for leaf in (x, *weights.values()):
+        leaf.requires_grad_()
     ids, route_weights, _ = router(x)
     y = dense_moe(x, ids, route_weights, **weights)
     y.backward(torch.cat(grads))

@@ -15,6 +15,7 @@ from moonep.planner.policy import alias, allocate, caps, chain, copies, limits, 
 
 Load = tuple[list[int], int]  # T_E, R
 EXACT = Balance()
+Z = [0, 0, 0, 0]  # an expert without assignments, on 4 ranks
 
 
 def dims_of(T_E: list[int], R: int, balance: Balance = EXACT, room: int = 0) -> Dims:
@@ -270,8 +271,7 @@ def test_a_path_takes(T_E: list[int], R: int, expected: list[list[int]]):
             [24, 0, 0, 8, 0, 0, 3, 3, 2, 8, 0, 0],
             4,
             1,
-            [[12, 8, 0, 4], *2 * [[0] * 4], [0, 4, 4, 0], *2 * [[0] * 4], [0, 0, 3, 0], [0, 0, 3, 0], [0, 0, 2, 0]]
-            + [[0, 0, 0, 8], *2 * [[0] * 4]],
+            [[12, 8, 0, 4], Z, Z, [0, 4, 4, 0], Z, Z, [0, 0, 3, 0], [0, 0, 3, 0], [0, 0, 2, 0], [0, 0, 0, 8], Z, Z],
         ),
     ],
     ids=[
@@ -288,8 +288,8 @@ def test_a_chain(T_E: list[int], R: int, g: int, expected: list[list[int]]):
 
 
 def test_a_chain_ends_at_a_rank_that_has_made_its_copies():
-    # Rank 1 gives 75 in 3 copies, 13 more than it has too many. Getting them back from rank 9 it could also pass on the 4
-    # that rank 4 lacks, but not for a 4th copy: rank 9 serves both.
+    # Rank 1 gives 75 in 3 copies, 13 more than it has too many. Getting them back from rank 9 it could also pass on the
+    # 4 that rank 4 lacks, but not for a 4th copy: rank 9 serves both.
     T_E = [0, 102, 0, 58, 58, 6, 0, 0, 39, 137]
     counts_ER = chain(T_E, 10, [40] * 10, g=2)
     assert counts_ER is not None

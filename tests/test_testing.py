@@ -1,4 +1,4 @@
-"""moonep.testing does what it says: ranks that fail are told apart, assertions name the index, routings reach targets."""
+"""moonep.testing does what it says: failing ranks are told apart, assertions name the index, routings reach targets."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_an_exception_that_cannot_travel_is_reported_in_words(ranks: Ranks, how:
 def test_every_failed_rank_is_named_and_the_first_to_fail_comes_first(ranks: Ranks) -> None:
     with pytest.raises(RankFailure) as caught:
         ranks.run(fail_after_the_first, 1)
-    assert list(caught.value.errors)[0] == 1
+    assert next(iter(caught.value.errors)) == 1
     assert sorted(caught.value.errors) == [0, 1, 2]
     message = str(caught.value)
     assert message.index("the cause") < message.index("peer is gone")
@@ -293,7 +293,9 @@ def test_a_killed_rank_is_named_by_signal_and_the_stuck_others_are_ended(ranks: 
 def test_peers_of_a_killed_rank_get_to_say_what_they_saw(ranks: Ranks) -> None:
     outcomes = ranks.run(allreduce_without, 0, raise_errors=False)
     assert isinstance(outcomes[0].error, RankDied)
-    assert all(type(outcomes[r].error) in (RuntimeError, dist.DistBackendError) for r in (1, 2))
+    # In gloo's ring one neighbour sees the broken connection, and the other waits for that one.
+    assert any("Connection" in str(outcomes[r].error) for r in (1, 2))
+    assert all("all_reduce" in str(outcomes[r].report) for r in (1, 2))
 
 
 def test_a_rank_that_exits_is_named_by_its_exit_code(ranks: Ranks) -> None:
@@ -321,7 +323,7 @@ def test_without_failure_raise_errors_false_gives_values(ranks: Ranks) -> None:
 def test_a_timeout_names_the_ranks_that_did_not_answer_and_where_they_are(ranks: Ranks) -> None:
     ranks.run(echo)  # so that the start does not count
     started = time.monotonic()
-    with pytest.raises(RankFailure, match="did not answer within 0.3 s") as caught:
+    with pytest.raises(RankFailure, match=r"did not answer within 0\.3 s") as caught:
         ranks.run(where_it_hangs, [0, 2], timeout_s=0.3)
     assert time.monotonic() - started < 5
     assert sorted(caught.value.errors) == [0, 2]
@@ -362,7 +364,7 @@ def test_functions_and_arguments_that_cannot_travel_are_refused_in_words(ranks: 
     for fn in (local, lambda: None):
         with pytest.raises(TypeError, match="top level of a module"):
             ranks.run(fn)
-    with pytest.raises(TypeError, match="fn .* cannot be pickled"):
+    with pytest.raises(TypeError, match=r"fn .* cannot be pickled"):
         ranks.run(functools.partial(echo, threading.Lock()))
     with pytest.raises(TypeError, match=r"argument 1 \(lock\) cannot be pickled"):
         ranks.run(echo, 0, threading.Lock())
@@ -635,20 +637,19 @@ def test_lognormal_reaches_the_largest_maxvio_and_refuses_what_is_out_of_reach()
 
 
 @pytest.mark.parametrize("dims", DIMS[:3], ids=str)
-@pytest.mark.parametrize("imbalance", [0.5, 1.0, 1.25, 1.9])
-@pytest.mark.parametrize("all_hot", [False, True])
-def test_hot_rank_reaches_its_imbalance(dims: tuple[int, int, int, int], imbalance: float, all_hot: bool) -> None:
+@pytest.mark.parametrize(
+    ("imbalance", "hot"),
+    [(0.5, 1000), (1.0, 2), (1.25, 2), (1.25, 1000), (1.9, 4), (1.9, 1000)],  # 1000: all experts of the rank
+)
+def test_hot_rank_reaches_its_imbalance(dims: tuple[int, int, int, int], imbalance: float, hot: int) -> None:
     S, E, K, R = dims
     L = E // R
-    hot = L if all_hot else min(8, L // 2)
-    ids = routing.hot_rank(*dims, imbalance, hot, seed=1) if all_hot or imbalance >= 1 else None
-    if ids is None:  # cooling a few experts does not get there
-        return
+    ids = routing.hot_rank(*dims, imbalance, hot, seed=1)
     check_ids(ids, *dims)
     load_E = routing.expert_load(ids, E)
     assert abs(load_E[:L].sum() / (S * K) - imbalance) <= max(routing.TOLERANCE * imbalance, 1 / (S * K))
     if imbalance > 1.5:
-        assert load_E[:hot].min() > load_E[hot:].max()
+        assert load_E[:hot].min() > load_E[min(hot, L) :].max()
         assert routing.rank_imbalance(ids, E) == pytest.approx((load_E[:L].sum() / (S * K)).item())
 
 

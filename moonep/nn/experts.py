@@ -104,15 +104,16 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         pool, plan = ctx.pool, ctx.plan
-        # Bringing rows again is collective and overwrites the rows that gradients arrive in: grad_out is a copy.
-        hidden, route_weights = ctx.saved_tensors[:2] if ctx.rows_again is None else ctx.rows_again()
         weights, offsets = _weights(pool, plan, ctx.slot_set)
         used = int(offsets[-1])
-        x, w, grad_y = hidden[:used], route_weights[:used, None], grad_out[:used].contiguous()
         if ctx.rows_again is None:
-            gate, up = ctx.saved_tensors[2:]
+            x, route_weights, gate, up = ctx.saved_tensors
         else:
+            # Collective, and overwrites the rows that gradients arrive in: grad_out is a copy.
+            hidden, route_weights = ctx.rows_again()
+            x = hidden[:used]
             gate, up = grouped_mm(x, weights["gate"], offsets), grouped_mm(x, weights["up"], offsets)
+        w, grad_y = route_weights[:used, None], grad_out[:used].contiguous()
 
         grad_z = grouped_mm(grad_y, weights["down"].transpose(1, 2), offsets).float()
         a, b = gate.float(), up.float()

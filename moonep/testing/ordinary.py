@@ -1,7 +1,7 @@
 """Ordinary expert parallelism, as one writes it by hand: what MoonEP is compared with.
 
-A rank computes its home experts' rows and no others, however many the router sends there: as many as R x S x K. How many
-rows go where is known only on the device, so every layer call waits for the host to read the counts.
+A rank computes its home experts' rows and no others, however many the router sends there: up to R x S x min(K, L). How
+many rows go where is known only on the device, so every layer call waits for the host to read the counts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class OrdinaryMoE(nn.Module):
         self.group = group
         self.R, self.rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
         if num_experts % self.R:
-            raise ValueError(f"num_experts: given {num_experts}, expected a multiple of the {self.R} ranks of the group")
+            raise ValueError(
+                f"num_experts: given {num_experts}, expected a multiple of the {self.R} ranks of the group"
+            )
         self.E, self.L = num_experts, num_experts // self.R
         self.router = Router(hidden, num_experts, top_k, score=router, normalize=normalize_topk, scale=route_scale)
         shapes = {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
@@ -82,13 +84,12 @@ class OrdinaryMoE(nn.Module):
         """x: [..., H] any floating dtype, any number of tokens, which may differ by rank -> [..., H] in x's dtype."""
         tokens = x.reshape(-1, x.shape[-1])
         ids, weights, self.aux_loss = self.router(tokens)
-        K = ids.shape[1]
         order = ids.flatten().argsort(stable=True)
         counts_E = torch.bincount(ids.flatten(), minlength=self.E)
         counts_RL = self._exchange(counts_E, [self.L] * self.R, [self.L] * self.R).view(self.R, self.L)
         sent, received = counts_E.view(self.R, self.L).sum(1).tolist(), counts_RL.sum(1).tolist()
 
-        rows = self._exchange(tokens[order // K], sent, received)
+        rows = self._exchange(tokens[order // ids.shape[1]], sent, received)
         row_weights = self._exchange(weights.flatten()[order], sent, received)
         rows = self._experts(rows, row_weights, counts_RL)
         rows = self._exchange(rows, received, sent)

@@ -1,0 +1,423 @@
+"""moonep.nn equals a dense mixture of experts in one process: output and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import moonep
+from moonep import nn as moonep_nn
+from moonep.nn import MoE, Router, functional
+from moonep.nn.experts import add_weight_grad, experts, grouped_mm
+from moonep.testing import routing
+from moonep.testing.dense import dense_moe
+
+H, F_, L, K, S = 32, 16, 4, 2, 33
+PROJECTIONS = ("gate", "up", "down")
+
+
+def make_layer(seed: int, **options: Any) -> MoE:
+    """A layer whose router is skewed enough for redundant experts."""
+    E = L * dist.get_world_size()
+    options = {"max_tokens": S, "dtype": torch.float32, "token_padding": 8, "seed": seed, **options}
+    layer = MoE(H, F_, E, K, **options)
+    with torch.no_grad():
+        layer.router.weight.mul_(40)
+    return layer
+
+
+def make_batch(seed: int, ragged: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs and output gradients of all ranks."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = [max(S - 11 * r * ragged, 0) for r in range(dist.get_world_size())]
+    return [torch.randn(s, H, generator=g) for s in sizes], [torch.randn(s, H, generator=g) for s in sizes]
+
+
+def gather_experts(layer: MoE) -> dict[str, Tensor]:
+    """All ranks' expert parameters, [E, ...]."""
+    whole = {}
+    for name, parameter in layer.experts.items():
+        parts = [torch.empty_like(parameter.detach()).contiguous() for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, parameter.detach().contiguous())
+        whole[name] = torch.cat(parts).requires_grad_()
+    return whole
+
+
+def dense_layer(layer: MoE, x: Tensor, router_weight: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """The layer on one rank's tokens, dense."""
+    logits = x @ router_weight.t()
+    scores = logits.softmax(-1) if layer.router.score == "softmax" else logits.sigmoid()
+    ids = (scores + layer.router.bias).topk(K, -1).indices
+    route = scores.gather(1, ids)
+    y = dense_moe(x, ids, route / route.sum(-1, keepdim=True), *(weights[n] for n in PROJECTIONS))
+    return y if layer.shared is None else y + layer.shared(x)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Largest difference over largest value."""
+    if not want.numel():
+        return 0.0
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-9))
+
+
+def run_against_dense(options: dict[str, Any], ragged: bool) -> dict[str, float]:
+    """Two layers in a row, forward and backward, against the same two layers dense. -> relative errors"""
+    R, rank = dist.get_world_size(), dist.get_rank()
+    layers = [make_layer(seed, **options) for seed in (3, 4)]
+    assert layers[0].buffer is layers[1].buffer, "layers of equal sizes share a Buffer"
+    xs, grads = make_batch(5, ragged)
+    x = xs[rank].clone().requires_grad_()
+    y = layers[1](layers[0](x))
+    y.backward(grads[rank])
+    if R > 1:
+        assert sum(sum(m.plan.stats().host()["redundant_experts"]) for m in layers) > 0, "nothing was redundant"
+
+    routers = [m.router.weight.detach().clone().requires_grad_() for m in layers]
+    weights = [gather_experts(m) for m in layers]
+    dense_xs = [t.clone().requires_grad_() for t in xs]
+    outputs = []
+    for h in dense_xs:
+        for m, router, w in zip(layers, routers, weights, strict=True):
+            h = dense_layer(m, h, router, w)
+        outputs.append(h)
+    torch.autograd.backward(outputs, grads)
+
+    errors = {"y": relative(y.detach(), outputs[rank].detach()), "dx": relative(x.grad, dense_xs[rank].grad)}
+    for i, (m, router, w) in enumerate(zip(layers, routers, weights, strict=True)):
+        dist.all_reduce(m.router.weight.grad)
+        errors[f"router {i}"] = relative(m.router.weight.grad, router.grad)
+        for name, parameter in m.experts.items():
+            errors[f"{name} {i}"] = relative(parameter.grad, w[name].grad[rank * L : (rank + 1) * L])
+    return errors
+
+
+@pytest.mark.parametrize("R", [1, 2, 4])
+@pytest.mark.parametrize("save", ["rows", "tokens"])
+@pytest.mark.parametrize("options", [{}, {"router": "sigmoid", "shared_ffn": 8}], ids=["softmax", "sigmoid-shared"])
+def test_moe_equals_dense_in_output_and_all_gradients(ranks, R, save, options):
+    for errors in ranks(R).run(run_against_dense, {"save": save, **options}, False):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def test_moe_equals_dense_with_ragged_and_empty_ranks(ranks):
+    for errors in ranks(4).run(run_against_dense, {}, True):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def test_moe_in_bf16_is_dense_within_bf16_rounding(ranks):
+    for errors in ranks(2).run(run_one_bf16_layer):
+        assert max(errors.values()) < 0.04, errors
+        assert min(errors.values()) > 0, "bf16 without any rounding error would not be bf16"
+
+
+def run_one_bf16_layer() -> dict[str, float]:
+    rank = dist.get_rank()
+    layer = make_layer(3, dtype=torch.bfloat16)
+    xs, grads = ([t.bfloat16().float() for t in ts] for ts in make_batch(5))
+    x = xs[rank].clone().requires_grad_()
+    y = layer(x)
+    y.backward(grads[rank])
+    weights = {n: w.detach().bfloat16().float().requires_grad_() for n, w in gather_experts(layer).items()}
+    outputs = [dense_layer(layer, t, layer.router.weight.detach(), weights) for t in xs]
+    torch.autograd.backward(outputs, grads)
+    errors = {"y": relative(y.detach(), outputs[rank].detach())}
+    for name, parameter in layer.experts.items():
+        errors[name] = relative(parameter.grad, weights[name].grad[rank * L : (rank + 1) * L])
+    return errors
+
+
+def expert_grads(layer: MoE) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in layer.experts.items()}
+
+
+def run_frozen_inputs() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Expert gradients with trained inputs and router, and with both frozen."""
+    rank = dist.get_rank()
+    layer = make_layer(3)
+    xs, grads = make_batch(5)
+    layer(xs[rank].clone().requires_grad_()).backward(grads[rank])
+    want = expert_grads(layer)
+    layer.zero_grad()
+    layer.router.requires_grad_(False)
+    layer(xs[rank]).backward(grads[rank])
+    return want, expert_grads(layer)
+
+
+def test_slot_gradients_come_home_when_inputs_and_router_are_frozen(ranks):
+    for want, got in ranks(4).run(run_frozen_inputs):
+        for name in PROJECTIONS:
+            assert want[name].abs().sum() > 0
+            assert torch.equal(want[name], got[name])
+
+
+def run_without_anchor() -> str:
+    """Two backward passes whose slot gradients are never reduced."""
+    rank = dist.get_rank()
+    layer = make_layer(3)
+    xs, grads = make_batch(5)
+    for _ in range(2):
+        ids, weights, _ = layer.router(xs[rank])
+        sent = functional.dispatch(layer.buffer, xs[rank], weights.detach(), ids)
+        rows = experts(layer.pool, sent.plan, sent.hidden.requires_grad_(), sent.route_weights)
+        try:
+            functional.combine(layer.buffer, sent.plan, rows).backward(grads[rank])
+        except moonep.StaleSlotsError as error:
+            return str(error)
+    return ""
+
+
+def test_slot_gradients_that_were_not_reduced_are_not_mixed_with_others(ranks):
+    for message in ranks(2).run(run_without_anchor):
+        assert "not reduced" in message
+
+
+def run_interleaved(slot_sets: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of two microbatches one after the other, and interleaved."""
+    rank = dist.get_rank()
+    layer = make_layer(3, slot_sets=slot_sets)
+    batches = [make_batch(5), make_batch(6)]
+    for xs, grads in batches:
+        layer(xs[rank]).backward(grads[rank])
+    want = expert_grads(layer)
+    layer.zero_grad()
+    outputs = []
+    for i, (xs, _) in enumerate(batches):
+        layer.slot_set = i % slot_sets
+        outputs.append(layer(xs[rank]))
+    for y, (_, grads) in zip(outputs, batches, strict=True):
+        y.backward(grads[rank])
+    return want, expert_grads(layer)
+
+
+@pytest.mark.parametrize("slot_sets", [1, 2])
+def test_interleaved_microbatches_on_one_pool_give_the_gradients_of_sequential_ones(ranks, slot_sets):
+    for want, got in ranks(4).run(run_interleaved, slot_sets):
+        for name in PROJECTIONS:
+            assert torch.equal(want[name], got[name])
+
+
+def run_accumulation() -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    rank = dist.get_rank()
+    layer = make_layer(3)
+    xs, grads = make_batch(5)
+    layer(xs[rank]).backward(grads[rank])
+    once = expert_grads(layer)
+    layer(xs[rank]).backward(grads[rank])
+    twice = expert_grads(layer)
+    torch.optim.SGD(layer.parameters(), lr=0.0).zero_grad()
+    layer(xs[rank]).backward(grads[rank])
+    again = expert_grads(layer)
+    return once, twice, all(torch.equal(once[n], again[n]) for n in PROJECTIONS)
+
+
+def test_gradients_accumulate_until_they_are_zeroed(ranks):
+    for once, twice, starts_anew in ranks(2).run(run_accumulation):
+        assert starts_anew
+        for name in PROJECTIONS:
+            assert relative(twice[name], 2 * once[name]) < 1e-6
+
+
+def run_checkpoint(use_reentrant: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    rank = dist.get_rank()
+    layer, second = make_layer(3), make_layer(4)
+    xs, grads = make_batch(5)
+    results = []
+    for recompute in (False, True):
+        x = xs[rank].clone().requires_grad_()
+        layer.zero_grad()
+        second.zero_grad()
+        h = checkpoint(layer, x, use_reentrant=use_reentrant) if recompute else layer(x)
+        second(h).backward(grads[rank])
+        results.append({**expert_grads(layer), "dx": x.grad})
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients(ranks, use_reentrant):
+    for want, got in ranks(2).run(run_checkpoint, use_reentrant):
+        for name, value in want.items():
+            assert torch.equal(value, got[name]), name
+
+
+def run_stale_rows() -> str:
+    """Experts save a zero-copy view; another layer's dispatch overwrites it before backward."""
+    rank = dist.get_rank()
+    layer = make_layer(3)
+    xs, grads = make_batch(5)
+    x = xs[rank].clone().requires_grad_()
+    ids, weights, _ = layer.router(x)
+    rows, row_weights, plan = functional.dispatch(layer.buffer, x, weights, ids, layer.pool, zero_copy=True)
+    y = functional.combine(layer.buffer, plan, experts(layer.pool, plan, rows, row_weights), layer.pool)
+    layer.buffer.dispatch(xs[rank], None, ids)
+    try:
+        y.backward(grads[rank])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_stale_rows_used_in_backward_raise(ranks):
+    for message in ranks(2).run(run_stale_rows):
+        assert "modified by an inplace operation" in message
+
+
+def run_training(dtype: torch.dtype) -> tuple[list[float], bool]:
+    """A few optimizer steps; nothing but `step()` is called between forwards. -> losses, compute weights follow"""
+    rank = dist.get_rank()
+    layer = make_layer(3, dtype=dtype)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    xs, targets = make_batch(5)
+    losses = []
+    for _ in range(8):
+        loss = F.mse_loss(layer(xs[rank]), targets[rank])
+        loss.backward()
+        dist.all_reduce(layer.router.weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total))
+    layer(xs[rank])
+    local = layer.pool.local
+    return losses, all(torch.equal(local[n], p.detach().to(dtype)) for n, p in layer.experts.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layer_follows_its_optimizer(ranks, dtype):
+    for losses, follows in ranks(2).run(run_training, dtype):
+        assert follows
+        assert losses[-1] < 0.97 * losses[0]
+
+
+def run_state_dict() -> bool:
+    rank = dist.get_rank()
+    layer, other = make_layer(3), make_layer(4)
+    xs, _ = make_batch(5)
+    before = other(xs[rank])
+    other.load_state_dict(layer.state_dict())
+    want, got = layer(xs[rank]), other(xs[rank])
+    return torch.equal(want, got) and not torch.equal(before, got)
+
+
+def test_a_loaded_state_dict_takes_effect_on_all_ranks(ranks):
+    assert all(ranks(2).run(run_state_dict))
+
+
+def initial_weights() -> dict[str, Tensor]:
+    layer = MoE(H, F_, 8, K, max_tokens=4, dtype=torch.float32, seed=7)
+    return {**{n: w.detach() for n, w in gather_experts(layer).items()}, "router": layer.router.weight.detach()}
+
+
+def test_initial_weights_do_not_depend_on_the_number_of_ranks(ranks):
+    one, four = ranks(1).run(initial_weights)[0], ranks(4).run(initial_weights)[3]
+    for name, weight in one.items():
+        assert torch.equal(weight, four[name]), name
+
+
+def run_inference_with_spill() -> tuple[float, int]:
+    """B = 1 slot a rank: some redundant experts are read from their homes."""
+    R, rank = dist.get_world_size(), dist.get_rank()
+    E = L * R
+    pool = moonep.ExpertPool({"gate": (H, F_), "up": (H, F_), "down": (F_, H)}, E=E, B=1, dtype=torch.float32)
+    buffer = moonep.Buffer(S, H, K, E, R, token_padding=8, B=1, dtype=torch.float32)
+    g = torch.Generator().manual_seed(1)
+    weights = {n: torch.randn(E, *pool.local[n].shape[1:], generator=g) / 5 for n in PROJECTIONS}
+    pool.load_local({n: w[rank * L : (rank + 1) * L] for n, w in weights.items()})
+    ids = routing.hot_rank(S, E, K, R, imbalance=1.9, hot_experts=3, seed=2)[rank]
+    xs, _ = make_batch(5)
+    route = torch.rand(S, K, generator=g)
+    with torch.no_grad():
+        rows, row_weights, plan = functional.dispatch(buffer, xs[rank], route, ids, pool)
+        y = functional.combine(buffer, plan, experts(pool, plan, rows, row_weights), pool)
+    redundant = max(plan.stats().host()["redundant_experts"])
+    return relative(y, dense_moe(xs[rank], ids, route, *(weights[n] for n in PROJECTIONS))), redundant
+
+
+def test_inference_with_fewer_slots_than_redundant_experts_equals_dense(ranks):
+    results = ranks(2).run(run_inference_with_spill)
+    assert all(error < 1e-5 for error, _ in results)
+    assert max(redundant for _, redundant in results) > 1, "nothing spilled"
+
+
+def test_grouped_mm_falls_back_to_one_product_a_group(monkeypatch):
+    offsets = torch.tensor([3, 3, 10], dtype=torch.int32)
+    x, weight = torch.randn(10, 16), torch.randn(3, 16, 8)
+    want = torch.cat([x[:3] @ weight[0], x[3:] @ weight[2]])
+    torch.testing.assert_close(grouped_mm(x, weight, offsets), want)
+    monkeypatch.delattr(F, "grouped_mm", raising=False)
+    torch.testing.assert_close(grouped_mm(x, weight, offsets), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_grouped_mm_takes_what_torch_does_not(dtype):
+    offsets = torch.tensor([3, 7], dtype=torch.int32)
+    x, weight = torch.randn(7, 5, dtype=dtype), torch.randn(2, 5, 3, dtype=dtype)
+    torch.testing.assert_close(grouped_mm(x, weight, offsets), torch.cat([x[:3] @ weight[0], x[3:] @ weight[1]]))
+    assert grouped_mm(x[:0], weight, torch.zeros(2, dtype=torch.int32)).shape == (0, 3)
+
+
+def test_weight_gradients_leave_groups_without_rows_untouched():
+    grad = torch.full((3, 4, 2), 7.0)
+    x, y = torch.randn(5, 4).bfloat16(), torch.randn(5, 2).bfloat16()
+    add_weight_grad(grad, x, y, torch.tensor([2, 2, 5], dtype=torch.int32))
+    assert (grad[1] == 7).all()
+    torch.testing.assert_close(grad[2], 7 + x[2:].float().t() @ y[2:].float())
+
+
+def test_bias_updates_bring_loads_together_without_changing_weights():
+    torch.manual_seed(0)
+    router = Router(16, 8, 2)
+    torch.nn.init.normal_(router.weight, std=0.2)
+    x = torch.randn(512, 16) + 1
+    with torch.no_grad():
+        router.weight[0] += 0.1
+
+    def imbalance() -> float:
+        load = torch.bincount(router(x).topk_experts.flatten(), minlength=8).float()
+        return float(load.max() / load.mean())
+
+    before = imbalance()
+    assert before > 2
+    for _ in range(300):
+        router.update_bias(torch.bincount(router(x).topk_experts.flatten(), minlength=8), rate=0.001)
+    assert imbalance() < 0.5 * (before - 1) + 1
+    weights = router(x).route_weights
+    torch.testing.assert_close(weights.sum(-1), torch.ones(512))
+
+
+def test_auxiliary_loss_is_one_when_equal_and_more_when_not():
+    router = Router(8, 4, 1)
+    torch.nn.init.zeros_(router.weight)
+    assert router(torch.randn(64, 8)).aux_loss.item() == pytest.approx(1.0)
+    with torch.no_grad():
+        router.weight[0] = 1.0
+    assert router(torch.rand(64, 8)).aux_loss.item() > 1.5
+
+
+def test_options_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="save: given 'all', expected one of 'rows', 'tokens'"):
+        MoE(H, F_, 4, K, max_tokens=4, save="all")
+    with pytest.raises(ValueError, match="router: given 'argmax'"):
+        MoE(H, F_, 4, K, max_tokens=4, router="argmax")
+    with pytest.raises(ValueError, match="top_k: given 9, expected 1 to num_experts = 4"):
+        MoE(H, F_, 4, 9, max_tokens=4)
+
+
+def test_exported_names_are_these():
+    assert sorted(moonep_nn.__all__) == ["MoE", "Router", "Routing", "experts", "functional"]
+    assert sorted(moonep.__all__) == [
+        "Buffer",
+        "ExpertPool",
+        "MoonEPCommPlan",
+        "PeerError",
+        "PeerTimeout",
+        "Plan",
+        "StaleSlotsError",
+        "__version__",
+    ]
