@@ -41,22 +41,24 @@ def check_tensor(
     return tensor
 
 
-def check_topk(topk: object, num_tokens: int, K: int, E: int, device: torch.device) -> Tensor:
-    """`topk_experts_sk` as [s, K]; every id in [-1, E)."""
+def check_topk(topk: object, num_tokens: int, K: int, device: torch.device) -> Tensor:
+    """`topk_experts_sk` as [s, K]."""
     if isinstance(topk, Tensor) and topk.dim() == 1:
         topk = check_tensor("topk_experts_sk", topk, (num_tokens * K,), INT32, device).view(num_tokens, K)
-    ids = check_tensor("topk_experts_sk", topk, (num_tokens, K), INT32, device)
+    return check_tensor("topk_experts_sk", topk, (num_tokens, K), INT32, device)
+
+
+def check_ids(ids: Tensor, E: int) -> None:
+    """Every expert id is in [-1, E)."""
     if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= E):
         raise ValueError(
             f"topk_experts_sk: given ids from {int(ids.min())} to {int(ids.max())}, "
             f"expected -1 (no assignment) or 0 to {E - 1}"
         )
-    return ids
 
 
-def check_counts(counts: object, counted: Tensor, device: torch.device) -> None:
+def check_counts(given: Tensor, counted: Tensor) -> None:
     """`tokens_per_expert` agrees with the ids."""
-    given = check_tensor("tokens_per_expert", counts, tuple(counted.shape), INT32, device)
     differs = (given != counted).nonzero()
     if len(differs):
         e = int(differs[0])

@@ -12,16 +12,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moonep import arguments, backends
-from moonep.backends.cpu import CompletedEvent, CpuBackend, RowRegion, host_identity
+from moonep.backends.cpu import CompletedEvent
+from moonep.backends.regions import RowRegion
 from moonep.dims import ROW_ALIGNMENT_BYTES, Balance, Dims
 from moonep.errors import PeerError
 from moonep.memory.peers import Peers
 from moonep.plan import Plan
-from moonep.planner import rows
-from moonep.weights import SlotReduction, SlotWeights, gradient_forms, weight_forms
+from moonep.weights import (
+    SlotReduction,
+    add_gradients,
+    clear_gradients,
+    gradient_forms,
+    move_weights,
+    weight_forms,
+)
 
 if TYPE_CHECKING:
     from moonep.pool import ExpertPool
+
+Event = CompletedEvent | torch.cuda.Event
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -101,9 +110,9 @@ class Buffer:
                 )
             sizes.append(d)
             same = {"S": S, "H": H, "K": K, "E": E, "token_padding": token_padding, "B": d.B, "dtype": str(dtype)}
-            return {**same, "balance": repr(d.balance), "backend": name, "host": host_identity()}
+            return {**same, "balance": repr(d.balance), **backends.must_agree(name)}
 
-        peers.agree("Buffer", timeout_s, check)
+        agreed = peers.agree("Buffer", timeout_s, check)[peers.rank]
         self.dims = sizes[0]
         self.rank = peers.rank
         self.group = peers.group
@@ -113,7 +122,9 @@ class Buffer:
         self.serial = peers.exchanges
         self._id = next(_buffer_ids)
         self._peers = peers
-        self._backend = CpuBackend(self.dims, dtype, peers, timeout_s)
+        self._backend = backends.open_backend(
+            agreed["backend"], self.dims, dtype, peers, timeout_s, num_sms, comm_stream_priority
+        )
         self._broken: PeerError | None = None
         self._ctx = {"NvS": self.dims.C}
 
@@ -158,27 +169,29 @@ class Buffer:
         Visible when it returns: all rows that this rank computes.
         """
         with self._operation("dispatch" if plan is None else "dispatch with plan"):
+            backend = self._backend
             if plan is None:
                 counts, topk = self._check_fresh(hidden_sh, route_weights_sk, topk_experts_sk, tokens_per_expert)
             else:
                 self._check_reuse(plan, hidden_sh, route_weights_sk, topk_experts_sk, tokens_per_expert)
             self._peers.updates += 1
             cu_seqlens = None
-            if plan is None:
-                region = self._backend.forward
-                plan = self._backend.dispatch(hidden_sh, route_weights_sk, topk, counts, self._id)
-                cu_seqlens = plan.cu_seqlens
-            else:
-                region = self._backend.gradient
-                self._backend.dispatch_with_plan(plan, hidden_sh, route_weights_sk, inter_rank_sync)
-        used = int(plan.cu_seqlens[-1])
-        hidden = region.rows.view_as(region.rows) if zero_copy else _copy_head(region.rows, used)
-        weights = None
-        if route_weights_sk is not None:
-            in_place = router_weights_zero_copy
-            weights = region.weights.view_as(region.weights) if in_place else _copy_head(region.weights, used)
+            with backend.run(async_finish, [hidden_sh, route_weights_sk, topk_experts_sk]) as results:
+                if plan is None:
+                    region = backend.forward
+                    plan = backend.dispatch(hidden_sh, route_weights_sk, topk, counts, self._id)
+                    cu_seqlens = plan.cu_seqlens
+                else:
+                    region = backend.gradient
+                    backend.dispatch_with_plan(plan, hidden_sh, route_weights_sk, inter_rank_sync)
+                hidden = region.rows.view_as(region.rows) if zero_copy else backend.copy_rows(region, plan)
+                weights = None
+                if route_weights_sk is not None:
+                    in_place = router_weights_zero_copy
+                    weights = region.weights.view_as(region.weights) if in_place else backend.copy_weights(region, plan)
+                results += [hidden, weights, *plan.tensors()]
         result = (hidden, weights, cu_seqlens, plan)
-        return (*result, CompletedEvent()) if async_finish else result
+        return (*result, backend.event(True)) if async_finish else result
 
     @torch.no_grad()
     def combine(
@@ -191,7 +204,7 @@ class Buffer:
         *,
         zero_copy: bool = False,
         router_weights_zero_copy: bool = False,
-    ) -> tuple[Tensor, Tensor | None, CompletedEvent | None]:
+    ) -> tuple[Tensor, Tensor | None, Event | None]:
         """Sum each token's rows back at its rank. An unweighted sum: route weights are applied by the experts.
 
         Args:
@@ -213,8 +226,8 @@ class Buffer:
             ValueError: a bad argument; nothing has been written.
             PeerError, PeerTimeout: another rank failed or did not come.
         """
-        d, backend = self.dims, self._backend
         with self._operation("combine"):
+            d, backend = self.dims, self._backend
             self._check_plan(plan)
             arguments.check_tensor("hidden_nvsh", hidden_nvsh, (d.C, d.H), (self.dtype,), backend.device)
             if zero_copy:
@@ -224,10 +237,12 @@ class Buffer:
             if router_weights_zero_copy:
                 views = [backend.forward.weights, backend.gradient.weights]
                 self._check_view("route_weights_nvs", route_weights_nvs, views)
-            output, weights = backend.combine(plan, hidden_nvsh, route_weights_nvs, inter_rank_sync)
+            with backend.run(async_finish, [hidden_nvsh, route_weights_nvs, *plan.tensors()]) as results:
+                output, weights = backend.combine(plan, hidden_nvsh, route_weights_nvs, inter_rank_sync)
+                results += [output, weights]
             if zero_copy:
                 self._region_of(hidden_nvsh).touch()
-        return output, weights, CompletedEvent() if async_finish else None
+        return output, weights, backend.event(async_finish)
 
     @property
     def hidden_nvsh_buffer_view(self) -> Tensor:
@@ -251,7 +266,7 @@ class Buffer:
         *,
         slot_set: int = 0,
         force: bool = False,
-    ) -> CompletedEvent | None:
+    ) -> Event | None:
         """Copy the weights of this rank's redundant experts from their homes into the pool's slots.
 
         Skipped when the slots hold this plan's weights of this pool already and no dispatch, barrier, `sync()` or
@@ -273,11 +288,12 @@ class Buffer:
         with self._operation("prefetch"):
             self._check_plan(plan)
             self._check_pool(pool, slot_set)
-            pool.fill_slots(plan, slot_set, force)
-        return CompletedEvent() if async_finish else None
+            with self._backend.run(async_finish, plan.tensors()):
+                pool.fill_slots(plan, slot_set, force)
+        return self._backend.event(async_finish)
 
     @torch.no_grad()
-    def prefetch_weight(self, plan: Plan, async_finish: bool = False, **weights: Tensor) -> CompletedEvent | None:
+    def prefetch_weight(self, plan: Plan, async_finish: bool = False, **weights: Tensor) -> Event | None:
         """`prefetch` on bare tensors. Any of gate, up and down.
 
         Args:
@@ -293,15 +309,19 @@ class Buffer:
         """
         with self._operation("prefetch"):
             self._check_plan(plan)
-            forms = weight_forms(weights, self.dims)
-            for form in forms:
-                self._move_weights(form, plan)
-        return CompletedEvent() if async_finish else None
+            pulled, pushed = weight_forms(weights, self.dims)
+            barrier, status = self._backend.barrier, self._backend.status
+            with self._backend.run(async_finish, [*weights.values(), *plan.tensors()]):
+                if pulled:
+                    move_weights(pulled, plan, status)
+                if pushed:
+                    barrier.wait()  # peers have used what their slots held
+                    move_weights(pushed, plan, status)
+                    barrier.wait()  # all slots are written
+        return self._backend.event(async_finish)
 
     @torch.no_grad()
-    def reduce(
-        self, plan: Plan, pool: ExpertPool, async_finish: bool = False, *, slot_set: int = 0
-    ) -> CompletedEvent | None:
+    def reduce(self, plan: Plan, pool: ExpertPool, async_finish: bool = False, *, slot_set: int = 0) -> Event | None:
         """Add the gradients of redundant experts to those of their homes, and zero the slots that were read.
 
         A home adds to its own gradient in ascending (rank, slot), in fp32, rounded once to the gradient's dtype.
@@ -324,12 +344,13 @@ class Buffer:
             self._check_pool(pool, slot_set)
             if not pool.grads:
                 raise ValueError("pool: given one without gradients, expected ExpertPool(grads=True)")
-            self._reduce(plan, pool.slot_reductions(slot_set))
+            with self._backend.run(async_finish, plan.tensors()):
+                self._reduce(plan, pool.slot_reductions(slot_set))
             pool.release_gradients(slot_set)
-        return CompletedEvent() if async_finish else None
+        return self._backend.event(async_finish)
 
     @torch.no_grad()
-    def reduce_grad(self, plan: Plan, async_finish: bool = False, **grads: Tensor) -> CompletedEvent | None:
+    def reduce_grad(self, plan: Plan, async_finish: bool = False, **grads: Tensor) -> Event | None:
         """`reduce` on bare tensors. Any of gate, up and down.
 
         Args:
@@ -345,15 +366,10 @@ class Buffer:
         """
         with self._operation("reduce"):
             self._check_plan(plan)
-            self._reduce(plan, gradient_forms(grads, self.dims, self.rank))
-        return CompletedEvent() if async_finish else None
-
-    def _move_weights(self, form: SlotWeights, plan: Plan) -> None:
-        if form.pushed:
-            self._backend.barrier.wait()  # peers have used what their slots held
-        form.move(plan)
-        if form.pushed:
-            self._backend.barrier.wait()  # all slots are written
+            reductions = gradient_forms(grads, self.dims, self.rank)
+            with self._backend.run(async_finish, [*grads.values(), *plan.tensors()]):
+                self._reduce(plan, reductions)
+        return self._backend.event(async_finish)
 
     def _reduce(self, plan: Plan, reductions: list[SlotReduction]) -> None:
         if self.dims.spills:
@@ -362,16 +378,15 @@ class Buffer:
                 "a redundant expert without a slot has no place for its gradient"
             )
         self._backend.barrier.wait()  # peers have written the gradients of their slots
-        for reduction in reductions:
-            reduction.add(plan)
+        add_gradients(reductions, plan, self._backend.status)
         self._backend.barrier.wait()  # peers have read this rank's slots
-        for reduction in reductions:
-            reduction.clear(plan)
+        clear_gradients(reductions, plan, self._backend.status)
 
     def barrier(self) -> None:
-        """Wait for all ranks. Weights and gradients that a rank wrote before are visible to all after it."""
+        """Wait for all ranks (on CUDA: the stream waits). What a rank wrote before is visible to all after it."""
         with self._operation("barrier"):
-            self._backend.barrier.wait()
+            with self._backend.run(False, []):
+                self._backend.barrier.wait()
             self._peers.updates += 1
 
     @property
@@ -380,13 +395,17 @@ class Buffer:
         return not self.destroyed and self._broken is None
 
     def check(self) -> None:
-        """Raise what has gone wrong so far.
+        """Raise what has gone wrong so far; on CUDA, wait for the operations so far.
 
         Raises:
+            ValueError: on CUDA, expert ids or counts of an earlier dispatch were wrong.
             PeerError, PeerTimeout: an earlier operation failed; only `destroy()` is possible then.
         """
         if self._broken is not None:
             raise self._broken
+        if self._backend.device.type == "cuda":
+            torch.cuda.synchronize(self._backend.device)
+        self._backend.barrier.check()
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds, by region, and their sum `total`. Symmetric: peers can reach all of them."""
@@ -420,10 +439,12 @@ class Buffer:
         """One collective operation: a ValueError refuses it, anything else breaks the Buffer."""
         if self.destroyed:
             raise ValueError(f"buffer: given a destroyed Buffer to {name}, expected a live one")
-        self.check()
+        if self._broken is not None:
+            raise self._broken
         barrier = self._backend.barrier
         barrier.begin(name)
         try:
+            barrier.check()
             yield
         except ValueError as error:
             barrier.refuse(str(error))
@@ -443,18 +464,17 @@ class Buffer:
 
     def _check_fresh(
         self, hidden: Tensor, weights: Tensor | None, topk: Tensor | None, counts: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor]:
         d, device = self.dims, self._backend.device
         s = self._check_rows(hidden, weights, "s")
         if s > d.S:
             raise ValueError(f"hidden_sh: given s = {s} tokens, expected at most S = {d.S}")
         if topk is None:
             raise ValueError("topk_experts_sk: given None, expected expert ids [s, K], or a plan to reuse")
-        ids = arguments.check_topk(topk, s, d.K, d.E, device)
-        counted = rows.count_load(ids, d)
+        ids = arguments.check_topk(topk, s, d.K, device)
         if counts is not None:
-            arguments.check_counts(counts, counted, device)
-        return counted, ids
+            arguments.check_tensor("tokens_per_expert", counts, (d.E,), arguments.INT32, device)
+        return self._backend.check_routing(ids, counts), ids
 
     def _check_reuse(
         self, plan: Plan, hidden: Tensor, weights: Tensor | None, topk: Tensor | None, counts: Tensor | None
@@ -490,10 +510,3 @@ class Buffer:
     def _region_of(self, hidden: Tensor) -> RowRegion:
         backend = self._backend
         return backend.forward if hidden.data_ptr() == backend.forward.rows.data_ptr() else backend.gradient
-
-
-def _copy_head(source: Tensor, count: int) -> Tensor:
-    """A tensor of its own, equal in the first `count` rows; the others are undefined."""
-    copy = torch.empty_like(source)
-    copy[:count] = source[:count]
-    return copy

@@ -82,9 +82,16 @@ class Plan:
 
     def clone(self) -> Plan:
         """A plan with tensors of its own, equal in value."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        copies: dict[str, Any] = {name: v.clone() for name, v in values.items() if isinstance(v, Tensor)}
+        copies: dict[str, Any] = {name: t.clone() for name, t in self._named_tensors().items()}
         return replace(self, **copies)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that the plan owns."""
+        return list(self._named_tensors().values())
+
+    def _named_tensors(self) -> dict[str, Tensor]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: v for name, v in values.items() if isinstance(v, Tensor)}
 
     def destinations(self) -> tuple[Tensor, Tensor, Tensor]:
         """Decode `dst`.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +22,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moonep import backends
 from moonep.arguments import describe
-from moonep.backends.cpu import host_identity
 from moonep.dims import MAX_RANKS, ROW_ALIGNMENT_BYTES, align_up
 from moonep.errors import StaleSlotsError
-from moonep.memory import host
-from moonep.memory.host import PAGE, Chunk, Mapping
+from moonep.memory import Chunk, Memory
 from moonep.memory.peers import Peers
+from moonep.memory.strides import dense_strides
 from moonep.plan import Plan
-from moonep.weights import SlotReduction, SlotWeights
+from moonep.weights import SlotReduction, SlotWeights, move_weights
 
 _SCRATCH_BYTES = 64 << 20
 
@@ -45,18 +46,20 @@ def row_stride(row_bytes: int, L: int, granule: int) -> int:
 
 @dataclass(frozen=True)
 class Projection:
-    """One weight of every expert: its name, shape and dtype."""
+    """One weight of every expert: its name, shape and dtype, and the bytes from one expert to the next."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stride: int
 
-    def stride(self, L: int) -> int:
-        return row_stride(math.prod(self.shape) * self.dtype.itemsize, L, PAGE)
+    @staticmethod
+    def of(name: str, shape: tuple[int, ...], dtype: torch.dtype, L: int, granule: int) -> Projection:
+        return Projection(name, shape, dtype, row_stride(math.prod(shape) * dtype.itemsize, L, granule))
 
-    def grad(self) -> Projection:
+    def grad(self, L: int, granule: int) -> Projection:
         """The gradient of the projection: fp32."""
-        return Projection(self.name, self.shape, torch.float32)
+        return Projection.of(self.name, self.shape, torch.float32, L, granule)
 
 
 class Slots:
@@ -68,25 +71,23 @@ class Slots:
         gradients_of: (pool, plan) whose gradients are in the reduce buffer and not yet reduced; None: it is zero.
     """
 
-    def __init__(self, projection: Projection, B: int, L: int, reduce_chunks: list[Chunk] | None, serial: int):
+    def __init__(self, weights: Chunk, reduce_chunks: list[Chunk] | None, serial: int):
         self.serial = serial
         self.holder: tuple[int, int, int] | None = None
         self.gradients_of: tuple[int, int] | None = None
-        self.weights = Chunk(B * projection.stride(L))
-        self.reduce_chunks = reduce_chunks
+        self.weights, self.reduce_chunks = weights, reduce_chunks
         self.reduce_buffer: Tensor | None = None
-        if reduce_chunks is not None:
-            grad = projection.grad()
-            stride = grad.stride(L)
-            per_rank = reduce_chunks[0].nbytes // stride
-            every = Mapping(reduce_chunks).tensor((len(reduce_chunks) * per_rank, *grad.shape), grad.dtype, 0, stride)
-            self.reduce_buffer = every.unflatten(0, (len(reduce_chunks), per_rank))[:, :B]
 
-
-def reduce_bytes(projection: Projection, B: int, L: int) -> int:
-    """Bytes of one rank's reduce buffer: whole pages and whole rows, so that all ranks' form one strided tensor."""
-    stride = projection.grad().stride(L)
-    return align_up(B * stride, math.lcm(stride, PAGE))
+    def map_reduce_buffer(self, memory: Memory, grad: Projection, B: int, rank: int) -> None:
+        """Make `reduce_buffer` [R, B, ...] over the chunks of all ranks; zero this rank's part."""
+        if self.reduce_chunks is None:
+            return
+        R, chunk = len(self.reduce_chunks), self.reduce_chunks[0].nbytes
+        whole = memory.map(self.reduce_chunks).tensor((R * chunk // 4,), torch.float32)
+        dense = dense_strides(grad.shape, grad.dtype, None)
+        self.reduce_buffer = whole.as_strided((R, B, *grad.shape), (chunk // 4, grad.stride // 4, *dense))
+        if not memory.zeroed:
+            self.reduce_buffer[rank].zero_()
 
 
 @dataclass(frozen=True)
@@ -149,15 +150,18 @@ class ExpertPool:
         self.E, self.R, self.rank = E, peers.size, peers.rank
         self.grads, self.slot_sets = grads, slot_sets
         self.destroyed = False
+        self._scratch_chunks: dict[int, Chunk] = {}
 
         def check() -> dict[str, Any]:
             name, _ = backends.choose(backend)
+            self._memory = backends.open_memory(name)
             self._set_sizes(E, B, shapes, dtype, master)
+            self._status = None if name == "cpu" else torch.zeros(1, dtype=torch.int32, device=self._memory.device)
             names = {p.name: [list(p.shape), str(p.dtype)] for p in self.projections}
             same = {"E": E, "B": self.B, "shapes": names, "grads": grads, "slot_sets": slot_sets, "shared": shared}
             found.extend(peers.shared.get(self._slots_key(p, i, shared)) for p, i in self._all_slots())
             serials = [0 if slots is None else slots.serial for slots in found]
-            return {**same, "backend": name, "host": host_identity(), "_slots": serials}
+            return {**same, **backends.must_agree(name), "_slots": serials}
 
         found: list[Slots | None] = []
         serials = [reply["_slots"] for reply in peers.agree("ExpertPool", timeout_s, check)]
@@ -167,6 +171,9 @@ class ExpertPool:
         self._make_memory(shared, found)
         self.master = {p.name: self._make_master(p.name) for p in self.projections} if master else {}
         self._synced = self._versions()
+        self._stepped = False
+        if master:
+            self._watch_optimizers()
 
     def _set_sizes(
         self,
@@ -202,7 +209,9 @@ class ExpertPool:
                 raise ValueError(
                     f"dtype[{name!r}]: given {dtypes[name]} with grads=True, expected a floating point dtype"
                 )
-        self.projections = [Projection(name, tuple(shape), dtypes[name]) for name, shape in shapes.items()]
+        granule = self._memory.granule
+        self.projections = [Projection.of(n, tuple(s), dtypes[n], self.L, granule) for n, s in shapes.items()]
+        self._grad_of = {p.name: p.grad(self.L, granule) for p in self.projections}
 
     def _all_slots(self) -> list[tuple[Projection, int]]:
         return [(p, i) for i in range(self.slot_sets) for p in self.projections]
@@ -212,63 +221,72 @@ class ExpertPool:
 
     def _make_memory(self, shared: bool, found: list[Slots | None]) -> None:
         """Create what is not there yet, exchange it in one go, and map it."""
-        peers, L, B = self._peers, self.L, self.B
+        peers, memory, L, B = self._peers, self._memory, self.L, self.B
         new_slots = [p for (p, _), slots in zip(self._all_slots(), found, strict=True) if slots is None]
-        sizes = [L * p.stride(L) for p in self.projections]
+        sizes = [L * p.stride for p in self.projections]
         if self.grads:
-            sizes += [reduce_bytes(p, B, L) for p in new_slots]
-        chunks = iter(host.share(sizes, peers, "ExpertPool", self._timeout_s))
+            sizes += [B * self._grad_of[p.name].stride for p in new_slots]
+        chunks = iter(memory.share(sizes, peers, "ExpertPool", self._timeout_s))
         weights = [next(chunks) for _ in self.projections]
         self._slots: list[dict[str, Slots]] = [{} for _ in range(self.slot_sets)]
         for (p, i), slots in zip(self._all_slots(), found, strict=True):
             if slots is None:
-                slots = Slots(p, B, L, next(chunks) if self.grads else None, peers.exchanges)
+                reduce_chunks = next(chunks) if self.grads else None
+                slots = Slots(memory.allocate(B * p.stride), reduce_chunks, peers.exchanges)
+                slots.map_reduce_buffer(memory, self._grad_of[p.name], B, self.rank)
                 peers.shared[self._slots_key(p, i, shared)] = slots
             self._slots[i][p.name] = slots
 
-        self.local, self.local_grad, self._grad_chunks = {}, {}, {}
+        self.local: dict[str, Tensor] = {}
+        self.local_grad: dict[str, Tensor] = {}
+        self._grad_chunks: dict[str, Chunk] = {}
         self._views: list[dict[str, Views]] = [{} for _ in range(self.slot_sets)]
+        self._full_grads: dict[int, dict[str, Tensor]] = {}
         for p, every in zip(self.projections, weights, strict=True):
-            own, grad = every[self.rank], p.grad()
-            grad_own = Chunk(L * grad.stride(L)) if self.grads else None
-            self.local[p.name] = Mapping([own]).tensor((L, *p.shape), p.dtype, 0, p.stride(L))
-            if grad_own is not None:
-                self._grad_chunks[p.name] = grad_own
-                self.local_grad[p.name] = Mapping([grad_own]).tensor((L, *p.shape), grad.dtype, 0, grad.stride(L))
-            for i in range(self.slot_sets):
-                slots = self._slots[i][p.name]
-                self._views[i][p.name] = self._map(p, every, own, grad_own, slots)
+            self._map(p, every)
             for chunk in every:
                 chunk.close()
+        peers.all_gather(b"", "ExpertPool", self._timeout_s)  # every rank's reduce buffer is zero
 
-    def _map(self, p: Projection, every: list[Chunk], own: Chunk, grad_own: Chunk | None, slots: Slots) -> Views:
-        stride = p.stride(self.L)
-        compact_grad = None
-        if grad_own is not None and slots.reduce_chunks is not None:
-            mapping = Mapping([grad_own, slots.reduce_chunks[self.rank]])
-            compact_grad = mapping.tensor((self.L + self.B, *p.shape), torch.float32, 0, p.grad().stride(self.L))
-        return Views(
-            full=Mapping([*every, slots.weights]).tensor((self.E + self.B, *p.shape), p.dtype, 0, stride),
-            compact=Mapping([own, slots.weights]).tensor((self.L + self.B, *p.shape), p.dtype, 0, stride),
-            compact_grad=compact_grad,
-        )
+    def _map(self, p: Projection, every: list[Chunk]) -> None:
+        memory, L, own, grad = self._memory, self.L, every[self.rank], self._grad_of[p.name]
+        self.local[p.name] = memory.map([own]).tensor((L, *p.shape), p.dtype, 0, p.stride)
+        if self.grads:
+            grad_own = self._grad_chunks[p.name] = memory.allocate(L * grad.stride)
+            self.local_grad[p.name] = memory.map([grad_own]).tensor((L, *p.shape), grad.dtype, 0, grad.stride)
+            if not memory.zeroed:
+                self.local_grad[p.name].zero_()
+        for views, slots in zip(self._views, (group[p.name] for group in self._slots), strict=True):
+            compact_grad = None
+            if slots.reduce_chunks is not None:
+                mapping = memory.map([grad_own, slots.reduce_chunks[self.rank]])
+                compact_grad = mapping.tensor((L + self.B, *p.shape), grad.dtype, 0, grad.stride)
+            views[p.name] = Views(
+                full=memory.map([*every, slots.weights]).tensor((self.E + self.B, *p.shape), p.dtype, 0, p.stride),
+                compact=memory.map([own, slots.weights]).tensor((L + self.B, *p.shape), p.dtype, 0, p.stride),
+                compact_grad=compact_grad,
+            )
 
     def _map_full_grad(self, p: Projection, slot_set: int) -> Tensor:
-        scratch = self._peers.shared.get("scratch")
-        if scratch is None:
-            scratch = self._peers.shared["scratch"] = Chunk(_SCRATCH_BYTES)
-        self._scratch = scratch
-        own, slots = self._grad_chunks[p.name], self._slots[slot_set][p.name]
+        own, slots, grad = self._grad_chunks[p.name], self._slots[slot_set][p.name], self._grad_of[p.name]
         assert slots.reduce_chunks is not None
-        chunks: list[Chunk] = []
-        sizes: list[int] = []
-        for r in range(self.R):
-            pieces = [own.nbytes] if r == self.rank else _pieces(own.nbytes, scratch.nbytes)
-            chunks += [own if r == self.rank else scratch] * len(pieces)
-            sizes += pieces
-        reduce_own = slots.reduce_chunks[self.rank]
-        mapping = Mapping([*chunks, reduce_own], [*sizes, reduce_own.nbytes])
-        return mapping.tensor((self.E + self.B, *p.shape), torch.float32, 0, p.grad().stride(self.L))
+        elsewhere = self._scratch(own.nbytes)
+        chunks = [c for r in range(self.R) for c in ([own] if r == self.rank else elsewhere)]
+        mapping = self._memory.map([*chunks, slots.reduce_chunks[self.rank]])
+        return mapping.tensor((self.E + self.B, *p.shape), grad.dtype, 0, grad.stride)
+
+    def _scratch(self, nbytes: int) -> list[Chunk]:
+        """Chunks that make up `nbytes` but take little memory: one piece many times, and a rest. One a process."""
+        whole, rest = divmod(nbytes, _SCRATCH_BYTES)
+        sizes = ([_SCRATCH_BYTES] if whole else []) + ([rest] if rest else [])
+        for size in sizes:
+            key = ("scratch", self._memory.device, size)
+            chunk = self._peers.shared.get(key)
+            if chunk is None:
+                chunk = self._peers.shared[key] = self._memory.allocate(size)
+            self._scratch_chunks[size] = chunk
+        pieces = [_SCRATCH_BYTES] * whole + ([rest] if rest else [])
+        return [self._scratch_chunks[size] for size in pieces]
 
     def _make_master(self, name: str) -> nn.Parameter:
         local = self.local[name]
@@ -312,8 +330,6 @@ class ExpertPool:
         """`full_grad` with the slots of a set."""
         if not self.grads:
             return {}
-        if not hasattr(self, "_full_grads"):
-            self._full_grads: dict[int, dict[str, Tensor]] = {}
         if slot_set not in self._full_grads:
             self._full_grads[slot_set] = {p.name: self._map_full_grad(p, slot_set) for p in self.projections}
         return self._full_grads[slot_set]
@@ -334,12 +350,17 @@ class ExpertPool:
         """
         holder = (self._id, plan.key, self._peers.updates)
         compared = 3 if check_updates else 2
+        stale = []
         for name, slots in self._slots[slot_set].items():
             if force or slots.holder is None or slots.holder[:compared] != holder[:compared]:
-                slots.holder = None
-                full = self._views[slot_set][name].full
-                SlotWeights(full, full[self.E :]).move(plan)
-                slots.holder = holder
+                stale.append(name)
+        if stale:
+            for name in stale:
+                self._slots[slot_set][name].holder = None
+            full = [self._views[slot_set][name].full for name in stale]
+            move_weights([SlotWeights(f, f[self.E :]) for f in full], plan, self._status)
+            for name in stale:
+                self._slots[slot_set][name].holder = holder
 
     def check_slots(self, plan: Plan, slot_set: int = 0) -> None:
         """Raise unless the slots hold what the experts need to run with `plan`.
@@ -411,13 +432,26 @@ class ExpertPool:
         for name, parameter in self.master.items():
             if parameter.data_ptr() != self.local[name].data_ptr():
                 self.local[name].copy_(parameter)
-        self._synced = self._versions()
+        self._synced, self._stepped = self._versions(), False
         self._peers.updates += 1
 
     def sync_if_updated(self) -> None:
-        """`sync()` when a master parameter was written since the last one (as its autograd version tells)."""
-        if self._versions() != self._synced:
+        """`sync()` when a master parameter may have been written since the last one.
+
+        Its autograd version tells, except after a fused optimizer; so any optimizer's step counts too.
+        """
+        if self._stepped or self._versions() != self._synced:
             self.sync()
+
+    def _watch_optimizers(self) -> None:
+        pool = weakref.ref(self)
+
+        def stepped(*_: object) -> None:
+            if (alive := pool()) is not None:
+                alive._stepped = True
+
+        handle = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, handle.remove).atexit = False
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self.master.values()]
@@ -445,14 +479,14 @@ class ExpertPool:
 
         Slots and reduce buffers are counted in full although other pools may share them.
         """
-        L, B = self.L, self.B
-        weights = sum(L * p.stride(L) for p in self.projections)
+        weights = sum(self.L * p.stride for p in self.projections)
+        reduce_chunks = [s.reduce_chunks[self.rank] for g in self._slots for s in g.values() if s.reduce_chunks]
         held = {
             "weights": weights,
             "gradients": sum(c.nbytes for c in self._grad_chunks.values()),
             "masters": sum(m.numel() * 4 for n, m in self.master.items() if m.data_ptr() != self.local[n].data_ptr()),
             "slots": sum(s.weights.nbytes for group in self._slots for s in group.values()),
-            "reduce_buffers": sum(reduce_bytes(p, B, L) for p, _ in self._all_slots()) if self.grads else 0,
+            "reduce_buffers": sum(c.nbytes for c in reduce_chunks),
         }
         return {**held, "total": sum(held.values())}
 
@@ -464,8 +498,3 @@ class ExpertPool:
         self._peers.all_gather(b"", "ExpertPool.destroy", self._timeout_s)
         self._views, self._slots = [], []
         self.local, self.local_grad, self.master, self._grad_chunks = {}, {}, {}, {}
-
-
-def _pieces(nbytes: int, largest: int) -> list[int]:
-    whole, rest = divmod(nbytes, largest)
-    return [largest] * whole + ([rest] if rest else [])

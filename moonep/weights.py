@@ -6,6 +6,7 @@ slots are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,18 +33,6 @@ class SlotWeights:
     slots: Tensor
     pushed: bool = False
 
-    def move(self, plan: Plan) -> None:
-        """Copy what this rank copies."""
-        d = plan.dims
-        for r, experts in enumerate(plan.experts_to_copy.tolist()):
-            for b, e in enumerate(experts):
-                if e < 0:
-                    continue
-                if self.pushed and d.home(e) == plan.rank:
-                    self.slots[r, b].copy_(self.weights[e % d.L])
-                elif not self.pushed and r == plan.rank:
-                    self.slots[b].copy_(self.weights[e])
-
 
 @dataclass(frozen=True)
 class SlotReduction:
@@ -52,30 +41,78 @@ class SlotReduction:
     own: Tensor
     slots: Tensor
 
-    def add(self, plan: Plan) -> None:
-        """Add the slots that hold own experts, ascending (rank, slot), in fp32, rounded once."""
-        d = plan.dims
+
+def move_weights(moves: Sequence[SlotWeights], plan: Plan, status: Tensor | None) -> None:
+    """Copy weights into slots: all of them pulled, or all pushed.
+
+    Args:
+        moves: the projections.
+        plan: says which slot holds which expert.
+        status: None: torch copies. Else a kernel does, unless the status word is set.
+    """
+    d = plan.dims
+    if status is not None:
+        from moonep.kernels import weights as kernels
+
+        push = moves[0].pushed
+        table = kernels.weights_table([m.weights for m in moves], [m.slots for m in moves], push)
+        kernels.fill_slots(table, plan.experts_to_copy, status, plan.rank, d.L, push)
+        return
+    for r, b, e in _used_slots(plan):
+        for move in moves:
+            if move.pushed and d.home(e) == plan.rank:
+                move.slots[r, b].copy_(move.weights[e % d.L])
+            elif not move.pushed and r == plan.rank:
+                move.slots[b].copy_(move.weights[e])
+
+
+def add_gradients(reductions: Sequence[SlotReduction], plan: Plan, status: Tensor | None) -> None:
+    """Add the slots that hold own experts to their gradients: ascending (rank, slot), in fp32, rounded once."""
+    d = plan.dims
+    if status is not None:
+        from moonep.kernels import weights as kernels
+
+        for dtype in {r.own.dtype for r in reductions}:
+            some = [r for r in reductions if r.own.dtype == dtype]
+            table = kernels.gradients_table([r.own for r in some], [r.slots for r in some])
+            kernels.add_slots(table, plan.experts_to_copy, status, plan.rank, d.L, dtype)
+        return
+    for reduction in reductions:
         sums: dict[int, Tensor] = {}
-        for r, experts in enumerate(plan.experts_to_copy.tolist()):
-            for b, e in enumerate(experts):
-                if e >= 0 and d.home(e) == plan.rank:
-                    own = self.own[e % d.L]
-                    sums.setdefault(e, own if own.dtype == torch.float32 else own.float()).add_(self.slots[r, b])
-        for e, total in sums.items():
-            if self.own.dtype != torch.float32:
-                self.own[e % d.L].copy_(total)
-
-    def clear(self, plan: Plan) -> None:
-        """Zero this rank's slots that were read."""
-        for b, e in enumerate(plan.experts_to_copy[plan.rank].tolist()):
-            if e >= 0:
-                self.slots[plan.rank, b].zero_()
+        for r, b, e in _used_slots(plan):
+            if d.home(e) == plan.rank:
+                own = reduction.own[e % d.L]
+                total = sums.setdefault(e, own if own.dtype == torch.float32 else own.float())
+                total.add_(reduction.slots[r, b])
+        if reduction.own.dtype != torch.float32:
+            for e, total in sums.items():
+                reduction.own[e % d.L].copy_(total)
 
 
-def weight_forms(given: dict[str, Tensor], dims: Dims) -> list[SlotWeights]:
-    """Sort the keyword arguments of `Buffer.prefetch_weight`."""
+def clear_gradients(reductions: Sequence[SlotReduction], plan: Plan, status: Tensor | None) -> None:
+    """Zero the slots of this rank that were read."""
+    if status is not None:
+        from moonep.kernels import weights as kernels
+
+        table = kernels.gradients_table([r.own for r in reductions], [r.slots for r in reductions])
+        kernels.clear_slots(table, plan.experts_to_copy, status, plan.rank)
+        return
+    for r, b, _ in _used_slots(plan):
+        if r == plan.rank:
+            for reduction in reductions:
+                reduction.slots[r, b].zero_()
+
+
+def _used_slots(plan: Plan) -> list[tuple[int, int, int]]:
+    """(rank, slot, expert) of each slot that is used, ascending."""
+    slots = plan.experts_to_copy.tolist()
+    return [(r, b, e) for r, experts in enumerate(slots) for b, e in enumerate(experts) if e >= 0]
+
+
+def weight_forms(given: dict[str, Tensor], dims: Dims) -> tuple[list[SlotWeights], list[SlotWeights]]:
+    """Sort the keyword arguments of `Buffer.prefetch_weight`. -> pulled, pushed"""
     d = dims
-    forms = []
+    forms: list[SlotWeights] = []
     rest = dict(given)
     for name in PROJECTIONS:
         if (full := rest.pop(f"full_{name}_weight", None)) is not None:
@@ -88,7 +125,7 @@ def weight_forms(given: dict[str, Tensor], dims: Dims) -> list[SlotWeights]:
             assert local is not None and buffer is not None
             forms.append(SlotWeights(local, buffer, pushed=True))
     _check_used(rest, forms, [f"full_{p}_weight" for p in PROJECTIONS])
-    return forms
+    return [f for f in forms if not f.pushed], [f for f in forms if f.pushed]
 
 
 def gradient_forms(given: dict[str, Tensor], dims: Dims, rank: int) -> list[SlotReduction]:

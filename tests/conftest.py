@@ -1,4 +1,4 @@
-"""Fixtures for all tests: processes that play ranks, started once per world size."""
+"""Worlds of rank processes that all tests share: started when first used, ended with the session."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from moonep.testing.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`ranks(R).run(fn, *args)`: fn on R ranks. The processes live until the end; after a failure they are new."""
-    started: dict[int, Ranks] = {}
+    """`ranks(R).run(fn, ...)` calls fn on R ranks. After a failure the next run starts fresh processes."""
+    worlds: dict[int, Ranks] = {}
 
-    def of(R: int) -> Ranks:
-        if R not in started:
-            started[R] = Ranks(R)
-        return started[R]
+    def world(R: int) -> Ranks:
+        if R not in worlds:
+            worlds[R] = Ranks(R)
+        return worlds[R]
 
-    yield of
-    for processes in started.values():
-        processes.close()
+    yield world
+    for each in worlds.values():
+        each.close()

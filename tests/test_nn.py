@@ -267,11 +267,11 @@ def test_stale_rows_used_in_backward_raise(ranks):
         assert "modified by an inplace operation" in message
 
 
-def run_training(dtype: torch.dtype) -> tuple[list[float], bool]:
+def run_training(dtype: torch.dtype, fused: bool) -> tuple[list[float], bool]:
     """A few optimizer steps; nothing but `step()` is called between forwards. -> losses, compute weights follow"""
     rank = dist.get_rank()
     layer = make_layer(3, dtype=dtype)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=fused)
     xs, targets = make_batch(5)
     losses = []
     for _ in range(8):
@@ -288,9 +288,10 @@ def run_training(dtype: torch.dtype) -> tuple[list[float], bool]:
     return losses, all(torch.equal(local[n], p.detach().to(dtype)) for n, p in layer.experts.items())
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_layer_follows_its_optimizer(ranks, dtype):
-    for losses, follows in ranks(2).run(run_training, dtype):
+def test_the_layer_follows_its_optimizer(ranks, dtype, fused):
+    for losses, follows in ranks(2).run(run_training, dtype, fused):
         assert follows
         assert losses[-1] < 0.97 * losses[0]
 

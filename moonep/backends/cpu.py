@@ -6,15 +6,17 @@ has checked all arguments. Which barrier orders what: `docs/memory.md`.
 
 from __future__ import annotations
 
-import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from moonep import arguments
+from moonep.backends.regions import RowRegion, row_regions
 from moonep.dims import Dims
-from moonep.memory import host
 from moonep.memory.barrier import Barrier
-from moonep.memory.host import Mapping
+from moonep.memory.host import HostMemory
 from moonep.memory.peers import Peers
 from moonep.memory.regions import Layout, Region
 from moonep.plan import LINK_HEAD, LINK_LAST, LINK_VALUE, Plan, decode_dst
@@ -35,50 +37,21 @@ class CompletedEvent:
         """Returns at once."""
 
 
-class RowRegion:
-    """One receive buffer of every rank: rows [C, H] and route weights [C] fp32."""
-
-    def __init__(self, name: str, views: list[dict[str, Tensor]], rank: int):
-        self.name = name
-        self.rows_of = [v[f"{name}_rows"] for v in views]
-        self.weights_of = [v[f"{name}_weights"] for v in views]
-        self.rows, self.weights = self.rows_of[rank], self.weights_of[rank]
-
-    def touch(self) -> None:
-        """Tell autograd that the region is about to be overwritten: zero-copy views of it become stale."""
-        torch.autograd.graph.increment_version(self.rows)
-        torch.autograd.graph.increment_version(self.weights)
-
-
-def host_identity() -> str:
-    """Equal for two processes exactly when they can share memory."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{platform.node()} {file.read().strip()}"
-
-
 class CpuBackend:
     """Memory and movers of one Buffer on the CPU."""
 
     name = "cpu"
     device = torch.device("cpu")
+    status: Tensor | None = None  # torch moves the weights, not kernels
 
     def __init__(self, dims: Dims, dtype: torch.dtype, peers: Peers, timeout_s: float):
         d = self.dims = dims
         self.dtype, self.peers, self.rank = dtype, peers, peers.rank
-        self.layout = Layout(
-            [
-                Region("load", (d.E,), torch.int32),
-                Region("links", (d.C,), torch.int32),
-                Region("forward_weights", (d.C,), torch.float32),
-                Region("gradient_weights", (d.C,), torch.float32),
-                Region("forward_rows", (d.C, d.H), dtype),
-                Region("gradient_rows", (d.C, d.H), dtype),
-                Region("staging", (d.S * d.W, d.H), dtype),
-            ]
-        )
-        pages, data = host.share([host.PAGE, self.layout.nbytes], peers, "Buffer", timeout_s)
+        self.layout = Layout([Region("load", (d.E,), torch.int32), *row_regions(d, dtype)])
+        memory = HostMemory()
+        pages, data = memory.share([memory.granule, self.layout.nbytes], peers, "Buffer", timeout_s)
         self.barrier = Barrier(pages, peers.rank, timeout_s)
-        mapping = Mapping(data)
+        mapping = memory.map(data)
         views = [
             {name: self.layout.view(name, mapping, r * data[0].nbytes) for name in self.layout.regions}
             for r in range(d.R)
@@ -91,14 +64,40 @@ class CpuBackend:
         self.forward = RowRegion("forward", views, self.rank)
         self.gradient = RowRegion("gradient", views, self.rank)
 
+    def check_routing(self, topk_sK: Tensor, counts_E: Tensor | None) -> Tensor:
+        """Check expert ids and counts. -> [E] int32, this rank's load"""
+        arguments.check_ids(topk_sK, self.dims.E)
+        counted = rows.count_load(topk_sK, self.dims)
+        if counts_E is not None:
+            arguments.check_counts(counts_E, counted)
+        return counted
+
+    @contextmanager
+    def run(self, async_finish: bool, tensors: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
+        """Operations run at once."""
+        yield []
+
+    def event(self, async_finish: bool) -> CompletedEvent | None:
+        """An event of the operation that has just run."""
+        return CompletedEvent() if async_finish else None
+
+    def copy_rows(self, region: RowRegion, plan: Plan) -> Tensor:
+        """The region's rows in a tensor of their own; those past the last offset are undefined."""
+        return _copy_head(region.rows, int(plan.cu_seqlens[-1]))
+
+    def copy_weights(self, region: RowRegion, plan: Plan) -> Tensor:
+        """The region's route weights in a tensor of their own; those past the last offset are undefined."""
+        return _copy_head(region.weights, int(plan.cu_seqlens[-1]))
+
     def dispatch(
-        self, hidden_sH: Tensor, weights_sK: Tensor | None, topk_sK: Tensor, counts_E: Tensor, owner: int
+        self, hidden_sH: Tensor, weights_sK: Tensor | None, topk_sK: Tensor, counts_E: Tensor | None, owner: int
     ) -> Plan:
         """Plan, and send rows into the forward region of every rank.
 
         Visible when it returns: all rows, weights and links of this rank. Moves: s x min(R, K) rows at most to others.
         """
         d = self.dims
+        assert counts_E is not None
         self.load_of[self.rank].copy_(counts_E)
         self.barrier.wait()  # all loads are there; nobody reads the forward region any more
         load_RE = torch.stack(self.load_of)
@@ -192,6 +191,12 @@ class CpuBackend:
             here = rank_sK == r
             gathered[here] = source[row_sK[here]]
         return gathered
+
+
+def _copy_head(source: Tensor, count: int) -> Tensor:
+    copy = torch.empty_like(source)
+    copy[:count] = source[:count]
+    return copy
 
 
 def padding_rows(fill_G2: Tensor) -> Tensor:

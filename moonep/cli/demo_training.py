@@ -2,14 +2,14 @@
 
 The model predicts the next byte of English text. It is an ordinary decoder (attention, then a feed-forward block) whose
 feed-forward blocks are MoE layers, spread over the ranks: either `OrdinaryMoE`, in which a rank computes whatever the
-router sends to its experts, or `moonep.nn.MoE`, in which every rank computes the same number of rows. All else is equal:
-weights, data, optimizer. Nothing asks the router to spread its load, so it soon prefers some experts.
+router sends to its experts, or `moonep.nn.MoE`, in which every rank computes the same number of rows. All else is the
+same: weights, data, optimizer. Nothing asks the router to spread its load, so it soon prefers some experts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,8 +35,8 @@ class Settings:
     steps: int
     seed: int = 0
     layers: int = 3
-    hidden: int = 96
-    ffn: int = 192
+    hidden: int = 64
+    ffn: int = 128
     experts: int = 16
     top_k: int = 2
     heads: int = 4
@@ -55,9 +55,18 @@ class Settings:
         """S x K: what a rank computes in a layer when all compute the same."""
         return self.tokens * self.top_k
 
+    @property
+    def most_rows(self) -> int:
+        """What a rank may have to compute in a layer with ordinary EP: all ranks' tokens, for all its experts."""
+        return self.ranks * self.tokens * min(self.top_k, self.experts // self.ranks)
+
+    def seed_of(self, layer: int) -> int:
+        """Of a layer's initial weights."""
+        return self.seed + layer * SEED_OF_LAYERS
+
 
 @dataclass(frozen=True)
-class Progress:
+class StepDone:
     """What a rank tells after each step: its loss (the ranks' mean) and its largest number of rows in a layer."""
 
     step: int
@@ -87,48 +96,52 @@ class Record:
     imbalance_after: list[list[float]] = field(default_factory=list)
     redundant_experts: list[list[int]] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
-    first_routing: Tensor | None = None
+    first_routing: Tensor = field(default_factory=lambda: torch.empty(0))
     seconds: float = 0.0
 
 
 def train_ordinary(settings: Settings) -> Record:
     """Train with ordinary expert parallelism."""
     s = settings
+    layers = [OrdinaryMoE(s.hidden, s.ffn, s.experts, s.top_k, seed=s.seed_of(layer)) for layer in range(s.layers)]
 
-    def make_moe(layer: int) -> nn.Module:
-        return OrdinaryMoE(s.hidden, s.ffn, s.experts, s.top_k, seed=s.seed + layer * SEED_OF_LAYERS)
+    def record_rows(record: Record) -> None:
+        record.rows.append([layer.rows for layer in layers])
 
-    record = Record()
-    train(settings, make_moe, record, _record_ordinary)
-    return record
+    return train(settings, layers, record_rows)
 
 
 def train_moonep(settings: Settings) -> Record:
-    """Train with MoonEP: the same but for the layer."""
+    """Train with MoonEP: all that differs is the layer."""
     s = settings
+    layers = [
+        MoE(
+            s.hidden,
+            s.ffn,
+            s.experts,
+            s.top_k,
+            max_tokens=s.tokens,
+            dtype=torch.float32,
+            token_padding=s.token_padding,
+            seed=s.seed_of(layer),
+        )
+        for layer in range(s.layers)
+    ]
 
-    def make_moe(layer: int) -> nn.Module:
-        seed = s.seed + layer * SEED_OF_LAYERS
-        sizes = {"max_tokens": s.tokens, "token_padding": s.token_padding}
-        return MoE(s.hidden, s.ffn, s.experts, s.top_k, dtype=torch.float32, seed=seed, **sizes)
+    def record_plans(record: Record) -> None:
+        add_plans(record, [layer.plan for layer in layers if layer.plan is not None])
 
-    record = Record()
-    model = train(settings, make_moe, record, _record_moonep)
-    record.memory = held_memory([block.moe for block in model.blocks])
+    record = train(settings, layers, record_plans)
+    record.memory = held_memory(layers)
     return record
 
 
-def train(
-    settings: Settings,
-    make_moe: Callable[[int], nn.Module],
-    record: Record,
-    record_layers: Callable[[Record, list], None],
-) -> LanguageModel:
+def train(settings: Settings, layers: Sequence[OrdinaryMoE | MoE], record_step: Callable[[Record], None]) -> Record:
     """The training loop. Every rank has its own batches; all have the same model but for their own experts."""
-    torch.manual_seed(settings.seed)
-    model = LanguageModel(settings, make_moe)
-    layers = [block.moe for block in model.blocks]
+    record = Record()
     remember_first_routing(layers[0].router, record)
+    torch.manual_seed(settings.seed)
+    model = LanguageModel(settings, layers)
     # Expert gradients are complete where the expert lives. Those of all other parameters are each rank's share.
     replicated = [p for name, p in model.named_parameters() if ".experts." not in name]
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
@@ -139,16 +152,16 @@ def train(
             group["lr"] = settings.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS)
         inputs, targets = batches.draw()
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss = loss / dist.get_world_size()  # so that gradients that are summed over ranks are those of the mean loss
+        loss = loss / settings.ranks  # so that gradients summed over ranks are those of the mean loss
         loss.backward()
         mean_loss = sum_over_ranks([p.grad for p in replicated], loss.detach())
         optimizer.step()
         optimizer.zero_grad()
         record.loss.append(mean_loss)
-        record_layers(record, layers)
-        send(Progress(step, mean_loss, max(record.rows[-1])))
+        record_step(record)
+        send(StepDone(step, mean_loss, max(record.rows[-1])))
     record.seconds = time.perf_counter() - start
-    return model
+    return record
 
 
 def sum_over_ranks(gradients: list[Tensor | None], loss: Tensor) -> float:
@@ -165,11 +178,11 @@ def sum_over_ranks(gradients: list[Tensor | None], loss: Tensor) -> float:
 class LanguageModel(nn.Module):
     """Bytes [batch, context] int64 -> logits of each next byte [batch, context, 256]."""
 
-    def __init__(self, settings: Settings, make_moe: Callable[[int], nn.Module]):
+    def __init__(self, settings: Settings, layers: Iterable[nn.Module]):
         super().__init__()
         H = settings.hidden
         self.byte, self.position = nn.Embedding(BYTES, H), nn.Embedding(settings.context, H)
-        self.blocks = nn.ModuleList(Block(H, settings.heads, make_moe(layer)) for layer in range(settings.layers))
+        self.blocks = nn.ModuleList(Block(H, settings.heads, layer) for layer in layers)
         self.norm, self.head = nn.RMSNorm(H), nn.Linear(H, BYTES, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -215,7 +228,7 @@ class Batches:
 
 
 def load_text() -> Tensor:
-    """The help texts that come with every Python: half a megabyte of English. [n] uint8."""
+    """The help texts that come with every Python: almost half a megabyte of English. [n] uint8."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[name] for name in sorted(topics))
@@ -226,25 +239,21 @@ def remember_first_routing(router: nn.Module, record: Record) -> None:
     """Keep the experts that `router` chooses in its first forward."""
 
     def keep(module: nn.Module, inputs: tuple[Tensor], routing: Routing) -> None:
-        if record.first_routing is None:
+        if not len(record.first_routing):
             record.first_routing = routing.topk_experts
 
     router.register_forward_hook(keep)
 
 
-def _record_ordinary(record: Record, layers: list[OrdinaryMoE]) -> None:
-    record.rows.append([layer.rows for layer in layers])
-
-
-def _record_moonep(record: Record, layers: list[MoE]) -> None:
-    plans = [layer.plan for layer in layers]
-    counted = [count_rows(plan) for plan in plans if plan is not None]
+def add_plans(record: Record, plans: list[Plan]) -> None:
+    """Add what the plans of all layers in one step say."""
+    counted = [count_rows(plan) for plan in plans]
     record.rows.append([rows for rows, _ in counted])
     record.padding.append([padding for _, padding in counted])
-    stats = [plan.stats().host() for plan in plans if plan is not None]
-    record.imbalance_before.append([s["imbalance_before"] for s in stats])
-    record.imbalance_after.append([s["imbalance_after"] for s in stats])
-    record.redundant_experts.append([sum(s["redundant_experts"]) for s in stats])
+    stats = [plan.stats() for plan in plans]
+    record.imbalance_before.append([s.imbalance_before.item() for s in stats])
+    record.imbalance_after.append([s.imbalance_after.item() for s in stats])
+    record.redundant_experts.append([int(s.redundant_experts.sum()) for s in stats])
 
 
 def count_rows(plan: Plan) -> tuple[int, int]:
@@ -257,7 +266,7 @@ def count_rows(plan: Plan) -> tuple[int, int]:
 
 
 def held_memory(layers: list[MoE]) -> dict[str, int]:
-    """Bytes on this rank. All layers share one Buffer, and one set of slots and reduce buffers for redundant experts."""
+    """Bytes on this rank. All layers share a Buffer, and the slots and reduce buffers for redundant experts."""
     pools = [layer.pool.memory() for layer in layers]
     return {
         "receive_buffer_rows": layers[0].buffer.dims.C,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from moonep.errors import PeerError, PeerTimeout
-from moonep.memory.host import PAGE, Chunk, Mapping
+from moonep.memory.host import PAGE, HostChunk, HostMapping
 
 OPERATIONS = ("none", "dispatch", "dispatch with plan", "combine", "prefetch", "reduce", "barrier", "destroy")
 
@@ -32,9 +32,9 @@ class Barrier:
     that all refused it go on.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], rank: int, timeout_s: float):
+    def __init__(self, chunks: Sequence[HostChunk], rank: int, timeout_s: float):
         self.rank, self.size, self.timeout_s = rank, len(chunks), timeout_s
-        mapping = Mapping(chunks)
+        mapping = HostMapping(chunks)
         self._pages = [mapping.words(r * PAGE, _NUM_WORDS) for r in range(self.size)]
         self._texts = [mapping.bytes(r * PAGE + 8 * _NUM_WORDS, PAGE - 8 * _NUM_WORDS) for r in range(self.size)]
         self._mine = self._pages[rank]
@@ -86,6 +86,9 @@ class Barrier:
                 time.sleep(_SLEEP_S)
                 if spins % 64 == 0:
                     self._check_time(r, start)
+
+    def check(self) -> None:
+        """Nothing goes wrong behind the host's back on the CPU."""
 
     def _arrived(self, r: int, epoch: int) -> bool:
         page = self._pages[r]

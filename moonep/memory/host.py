@@ -7,16 +7,16 @@ mapping alive; the mapping keeps the memory alive, whoever created it. So no ran
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moonep.dims import align_up
 from moonep.memory.peers import Peers
+from moonep.memory.strides import dense_strides
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -30,7 +30,7 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-class Chunk:
+class HostChunk:
     """A piece of memory of this rank that others can map: `nbytes` rounded up to pages, zeroed."""
 
     def __init__(self, nbytes: int, descriptor: int | None = None):
@@ -47,23 +47,7 @@ class Chunk:
         self._close()
 
 
-def share(chunk_bytes: Sequence[int], peers: Peers, operation: str, timeout_s: float) -> list[list[Chunk]]:
-    """Create chunks on every rank and exchange them, all in one go. Collective.
-
-    Args:
-        chunk_bytes: sizes of the chunks, equal on all ranks.
-
-    Returns:
-        For each size, the chunk of every rank in rank order.
-    """
-    own = [Chunk(n) for n in chunk_bytes]
-    descriptors = peers.exchange_descriptors([c.descriptor for c in own], operation, timeout_s)
-    for chunk in own:
-        chunk.close()
-    return [[Chunk(n, fds[i]) for fds in descriptors] for i, n in enumerate(chunk_bytes)]
-
-
-class Mapping:
+class HostMapping:
     """Chunks side by side in one address range; unmapped when the last tensor over it is gone.
 
     Args:
@@ -71,7 +55,7 @@ class Mapping:
         sizes: how much of the beginning of each chunk to map, in whole pages; None: all of it.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], sizes: Sequence[int] | None = None):
+    def __init__(self, chunks: Sequence[HostChunk], sizes: Sequence[int] | None = None):
         sizes = [c.nbytes for c in chunks] if sizes is None else sizes
         self.nbytes = sum(sizes)
         base = _mmap(None, self.nbytes, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
@@ -91,15 +75,42 @@ class Mapping:
         return memoryview(self._array).cast("B")[offset : offset + count]
 
     def tensor(
-        self, shape: Iterable[int], dtype: torch.dtype, offset: int = 0, row_stride_bytes: int | None = None
+        self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0, row_stride_bytes: int | None = None
     ) -> Tensor:
         """A tensor at a byte offset: dense rows, dim 0 `row_stride_bytes` apart (None: dense as a whole)."""
-        shape = tuple(shape)
-        dense = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        if row_stride_bytes is not None:
-            dense = (row_stride_bytes // dtype.itemsize, *dense[1:])
         flat = torch.frombuffer(self._array, dtype=torch.uint8).view(dtype)
-        return flat.as_strided(shape, dense, offset // dtype.itemsize)
+        return flat.as_strided(shape, dense_strides(shape, dtype, row_stride_bytes), offset // dtype.itemsize)
+
+
+class HostMemory:
+    """Makes, shares and maps memory of the host. New memory is zero."""
+
+    device = torch.device("cpu")
+    granule = PAGE
+    zeroed = True
+
+    def allocate(self, nbytes: int) -> HostChunk:
+        """A chunk of this rank."""
+        return HostChunk(nbytes)
+
+    def share(self, sizes: Sequence[int], peers: Peers, operation: str, timeout_s: float) -> list[list[HostChunk]]:
+        """Create chunks on every rank and exchange them, all in one go. Collective.
+
+        Args:
+            sizes: bytes of each chunk, equal on all ranks.
+
+        Returns:
+            For each size, the chunk of every rank in rank order.
+        """
+        own = [HostChunk(n) for n in sizes]
+        descriptors = peers.exchange_descriptors([c.descriptor for c in own], operation, timeout_s)
+        for chunk in own:
+            chunk.close()
+        return [[HostChunk(n, fds[i]) for fds in descriptors] for i, n in enumerate(sizes)]
+
+    def map(self, chunks: Sequence[HostChunk], sizes: Sequence[int] | None = None) -> HostMapping:
+        """Map chunks side by side."""
+        return HostMapping(chunks, sizes)
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int) -> int:

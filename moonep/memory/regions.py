@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moonep.dims import align_up
-from moonep.memory.host import Mapping
+from moonep.memory import Mapping
 
 _ALIGNMENT = 256
 

@@ -148,6 +148,7 @@ def some_masked(S: int, E: int, K: int, R: int) -> list[Tensor]:
 
 _uniform = partial(routing.uniform, seed=0)
 _skewed = partial(popular, spread=1.0)
+_hot_home = partial(popular, spread=0.3, hot_home=2.0)
 _small = (1, 2, 3, 4, 8)
 
 CASES: tuple[Case, ...] = (
@@ -158,8 +159,9 @@ CASES: tuple[Case, ...] = (
     Case("mild-skew", 17, 3, 3, 16, 16, partial(popular, spread=0.5), ranks=_small),
     Case("extreme-skew", 64, 2, 5, 32, 128, partial(popular, spread=6.0), ranks=_small),
     Case("few-slots", 96, 3, 7, 48, 128, partial(popular, spread=2.0), B=4),
-    Case("spilling", 96, 3, 7, 48, 16, partial(popular, spread=0.3, hot_home=2.0), B=1, ranks=(2, 3, 4, 8)),
-    Case("no-slots", 33, 3, 7, 48, 16, partial(popular, spread=0.3, hot_home=2.0), B=0, ranks=(2, 4)),
+    Case("hot-home", 96, 3, 7, 48, 16, _hot_home, ranks=(2, 3, 4, 8)),
+    Case("hot-home-spills", 96, 3, 7, 48, 16, _hot_home, B=1, ranks=(2, 3, 4)),
+    Case("hot-home-no-slots", 33, 3, 7, 48, 16, _hot_home, B=0),
     Case("many-experts", 1024, 1, 256, 16, 8, _uniform),
     Case("more-experts-than-assignments", 16, 1, 1025, 16, 8, _uniform, ranks=(2,)),
     Case("all-local", 32, 4, 8, 32, 16, routing.all_local, ranks=_small),
@@ -176,8 +178,8 @@ CASES: tuple[Case, ...] = (
     Case("ragged", 24, 3, 4, 32, 16, ragged),
     Case("a-rank-masked", 24, 3, 4, 32, 16, rank_masked),
     Case("some-masked", 24, 3, 4, 32, 16, some_masked, ranks=_small),
-    Case("wide-rows-2", 8, 8, 192, 2880, 8, _skewed, ranks=(2,)),
-    Case("wide-rows-4", 8, 8, 96, 2880, 8, _skewed, ranks=(4,)),
+    Case("wide-rows-2", 8, 8, 192, 2880, 8, partial(popular, spread=2.0), ranks=(2,)),
+    Case("wide-rows-4", 8, 8, 96, 2880, 8, partial(popular, spread=2.0), ranks=(4,)),
     Case("twelve-experts-on-three-ranks", 24, 3, 4, 32, 16, _skewed, ranks=(3,)),
     Case("tolerance-1%", 128, 2, 4, 16, 8, _skewed, balance=0.01),
     Case("tolerance-5%", 128, 2, 4, 16, 8, _skewed, balance=0.05, ranks=(2, 3, 4, 8)),

@@ -595,11 +595,10 @@ def _pack_error(error: BaseException) -> bytes:
     while calls is not None and calls.tb_next is not None and calls.tb_frame.f_code.co_filename == __file__:
         calls = calls.tb_next  # not the frames of this module that called the rank's function
     report = "".join(traceback.format_exception_only(error) + traceback.format_exception(type(error), error, calls))
+    # Both ways: an exception whose __init__ takes other arguments than `args` pickles, but cannot be read back.
     try:
         packed = _pack(Outcome(error=error, report=report))
-        pickle.loads(
-            packed
-        )  # an exception whose __init__ takes other arguments than its args pickles, but only one way
+        pickle.loads(packed)
         return packed
     except Exception:
         return _pack(Outcome(report=report))

@@ -98,24 +98,22 @@ def hot_rank(
         E: experts.
         K: experts per token.
         R: ranks.
-        imbalance: target of rank 0's assignments over the mean of all ranks, reached within `TOLERANCE`; at most
-            R * min(K, hot_experts) / K.
+        imbalance: target of rank 0's assignments over the mean of all ranks, reached within `TOLERANCE`. At most R,
+            less if there are fewer hot experts than K; below 1 they are cold.
         hot_experts: the first ones of rank 0 share a bias; at most all L of them.
         seed: of the noise.
 
     Raises:
-        ValueError: if the target is out of reach.
+        ValueError: if the target is out of reach; the message says what is within.
 
     Source: Gumbel top-k, as `lognormal`.
     """
     _check(S, E, K, R, S_min=1)
     L = E // R
-    num_hot = min(hot_experts, L)
-    limit = R * min(K, num_hot) / K
-    if num_hot < 1 or not 0 <= imbalance <= limit:
-        raise ValueError(f"imbalance must be between 0 and R * min(K, hot_experts) / K = {limit:.4g}, got {imbalance}")
+    if hot_experts < 1:
+        raise ValueError(f"hot_experts must be at least 1, got {hot_experts}")
     noise = _gumbel(S, E, R, seed)
-    hot_E = (torch.arange(E) < num_hot).float()
+    hot_E = (torch.arange(E) < min(hot_experts, L)).float()
     return _search(
         sample=lambda bias: _top_k(noise, bias * hot_E, K),
         measure=lambda ids: expert_load(ids, E)[:L].sum().item() / (S * K),
@@ -235,7 +233,7 @@ def _search(
         last = error
         x = _next_parameter(low, high)
         if not limits[0] <= x <= limits[1]:
-            raise ValueError(f"{what}={target} is out of reach: these sizes and this seed come to {error + target:.4g}")
+            raise ValueError(f"{what}={target} is out of reach: the nearest that was found is {error + target:.4g}")
     raise ValueError(
         f"{what}={target} is not within {tolerance:.4g} of any sample: with so few tokens it jumps past it"
     )

@@ -1,0 +1,296 @@
+"""The CUDA backend: the operations as Triton kernels over symmetric memory. Nothing here waits for the device.
+
+The same code runs in Triton's interpreter on memory of the host (`interpreter`), which is how it is tested without a
+GPU. The caller (`Buffer`) has checked what can be checked without looking at data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from moonep.backends.cpu import CompletedEvent
+from moonep.backends.regions import RowRegion, row_regions
+from moonep.dims import Dims
+from moonep.errors import PeerError, PeerTimeout
+from moonep.kernels import barrier as barriers
+from moonep.kernels import combine, dispatch, interpreting, load, rows, solve
+from moonep.memory import Memory
+from moonep.memory.barrier import OPERATIONS
+from moonep.memory.peers import Peers
+from moonep.memory.regions import Layout, Region
+from moonep.plan import Plan
+
+_INTERPRETER_PROGRAMS = 3
+_INTERPRETER_SPINS_A_SECOND = 2000
+
+
+class GpuBarrier:
+    """Counts operations, lets ranks wait for each other on the device, and turns status words into exceptions."""
+
+    def __init__(self, signals: barriers.Signals, rank: int, size: int, timeout_s: float):
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.signals = signals
+        self.operation = OPERATIONS[0]
+        self._limit = int(timeout_s * (_INTERPRETER_SPINS_A_SECOND if interpreting() else 1e9))
+        self._number = 0
+        self._refused = (1, 0)
+
+    def begin(self, operation: str) -> None:
+        """Enter the next operation."""
+        self._number += 1
+        self.operation = operation
+
+    def refuse(self, message: str) -> None:
+        """This rank does not take part in the current operation; nothing of it has been written."""
+        first, last = self._refused
+        self._refused = (first if last == self._number - 1 else self._number, self._number)
+        barriers.announce(self.signals, self.rank, self.size, *self._refused, poison=False)
+
+    def poison(self, message: str) -> None:
+        """This rank failed in the middle of the current operation and takes part in nothing any more."""
+        barriers.announce(self.signals, self.rank, self.size, *self._refused, poison=True)
+
+    def wait(self) -> None:
+        """Enqueue a barrier: what every rank wrote before is visible to what is enqueued after it."""
+        capturing = self.signals.status.is_cuda and torch.cuda.is_current_stream_capturing()
+        barriers.barrier(
+            self.signals,
+            self.rank,
+            self.size,
+            OPERATIONS.index(self.operation),
+            -1 if capturing else self._number,
+            self._limit,
+        )
+
+    def check(self) -> None:
+        """Raise what the device has reported so far.
+
+        Raises:
+            ValueError: expert ids or counts of an earlier dispatch were wrong; those ids counted as masked.
+            PeerError, PeerTimeout: a barrier failed.
+        """
+        status = int(self.signals.host_status[0])
+        if status == 0:
+            return
+        kind, peer, mine, theirs = barriers.decode(status)
+        if kind in (barriers.BAD_ID, barriers.BAD_COUNT):
+            self.signals.host_status.zero_()
+            raise ValueError(
+                "topk_experts_sk: given ids out of range in an earlier dispatch (they counted as masked), "
+                "expected -1 (no assignment) or an expert id"
+                if kind == barriers.BAD_ID
+                else "tokens_per_expert: given counts that differ from topk_experts_sk in an earlier dispatch, "
+                "expected the number of assignments of each expert"
+            )
+        operation = OPERATIONS[mine]
+        if kind == barriers.TIMEOUT:
+            raise PeerTimeout(peer, operation, f"did not arrive within {self.timeout_s:g} s; rank {self.rank} waited")
+        text = {
+            barriers.REFUSED: "refused its arguments",
+            barriers.FAILED: "failed",
+            barriers.OTHER_OPERATION: f"called {OPERATIONS[theirs]} instead" if theirs < len(OPERATIONS) else "",
+        }[kind]
+        raise PeerError(peer, operation, text)
+
+
+class GpuBackend:
+    """Memory and movers of one Buffer on a GPU, or in the interpreter on memory of the host."""
+
+    def __init__(
+        self,
+        dims: Dims,
+        dtype: torch.dtype,
+        peers: Peers,
+        timeout_s: float,
+        memory: Memory,
+        num_sms: int | None,
+        stream_priority: int,
+    ):
+        d = self.dims = dims
+        self.dtype, self.peers, self.rank = dtype, peers, peers.rank
+        self.device = memory.device
+        self.name = memory.device.type if memory.device.type == "cuda" else "interpreter"
+        regions = [
+            Region("signals", (d.R,), torch.int32),
+            Region("faults", (d.R, barriers.NUM_FAULTS), torch.int32),
+            Region("load", (d.R, d.E), torch.int32),
+        ]
+        self.layout = Layout([*regions, *row_regions(d, dtype)])
+        self._views = self._map(memory, timeout_s)
+        mine = self._views[self.rank]
+        for name in ("signals", "faults"):
+            mine[name].zero_()
+        self.forward = RowRegion("forward", self._views, self.rank)
+        self.gradient = RowRegion("gradient", self._views, self.rank)
+        epoch, status, host_status = barriers.new_words(self.device)
+        self.status, self.host_status = status, host_status
+        signals = barriers.Signals(*self._of("signals"), *self._of("faults"), epoch, status, host_status)
+        self.barrier = GpuBarrier(signals, self.rank, d.R, timeout_s)
+        self.tables = rows.Tables.make(d, self.device)
+        self.solution = solve.Solution.empty(d, self.device)
+        self.stream: torch.cuda.Stream | None = None
+        self._last: tuple[torch.cuda.Stream, bool] | None = None
+        self.programs = num_sms or _INTERPRETER_PROGRAMS
+        if self.device.type == "cuda":
+            self.programs = num_sms or torch.cuda.get_device_properties(self.device).multi_processor_count
+            self.stream = torch.cuda.Stream(self.device, priority=stream_priority)
+            torch.cuda.synchronize(self.device)
+        peers.all_gather(b"", "Buffer", timeout_s)  # all signals are zero before any rank signals
+
+    def _map(self, memory: Memory, timeout_s: float) -> list[dict[str, Tensor]]:
+        (data,) = memory.share([self.layout.nbytes], self.peers, "Buffer", timeout_s)
+        mapping = memory.map(data)
+        names = self.layout.regions
+        views = [{n: self.layout.view(n, mapping, r * data[0].nbytes) for n in names} for r in range(self.dims.R)]
+        self._stride_bytes = data[0].nbytes
+        for chunk in data:
+            chunk.close()
+        return views
+
+    def _of(self, name: str) -> tuple[Tensor, int]:
+        """A region as kernels address it: the tensor of rank 0, and the elements to the next rank's."""
+        first = self._views[0][name]
+        return first, self._stride_bytes // first.itemsize
+
+    def check_routing(self, topk_sK: Tensor, counts_E: Tensor | None) -> Tensor | None:
+        """Nothing that could be checked without waiting for the device."""
+        return counts_E
+
+    @contextmanager
+    def run(self, async_finish: bool, tensors: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
+        """Run an operation on the right stream, after the previous one. Yields a list to put its results in.
+
+        `async_finish`: on the communication stream, after what the current stream has been given so far.
+        """
+        if self.stream is None:
+            yield []
+            return
+        current = torch.cuda.current_stream(self.device)
+        stream = self.stream if async_finish else current
+        if stream != current:
+            stream.wait_stream(current)
+        self._follow(stream)
+        results: list[Tensor | None] = []
+        with torch.cuda.stream(stream):
+            yield results
+        if stream != current:
+            for t in (t for t in tensors if t is not None):
+                t.record_stream(stream)
+            for t in (t for t in results if t is not None):
+                t.record_stream(current)
+
+    def _follow(self, stream: torch.cuda.Stream) -> None:
+        """Wait for the last operation if it went to another stream."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        if self._last is not None and self._last[0] != stream and self._last[1] == capturing:
+            stream.wait_stream(self._last[0])
+        self._last = (stream, capturing)
+
+    def event(self, async_finish: bool) -> CompletedEvent | torch.cuda.Event | None:
+        """An event of the operation that has just been enqueued."""
+        if not async_finish:
+            return None
+        return CompletedEvent() if self.stream is None else self.stream.record_event()
+
+    def dispatch(
+        self, hidden_sH: Tensor, weights_sK: Tensor | None, topk_sK: Tensor, counts_E: Tensor | None, owner: int
+    ) -> Plan:
+        """Plan, and send rows into the forward region of every rank. One cross-rank barrier before rows move."""
+        d = self.dims
+        load_0, load_stride = self._of("load")
+        own_load, links = self._views[self.rank]["load"], self._views[self.rank]["links"]
+        made = rows.PlanTensors.make(d, len(topk_sK), self.device)
+        load.count_load(
+            topk_sK, self.tables.counts, load_0, load_stride, counts_E, self.host_status, self.rank, d.R, d.E, d.K
+        )
+        self.barrier.wait()  # all loads are there; nobody reads forward rows and links any more
+        solve.launch_solve(own_load, self.status, self.solution, d)
+        rows.lay_groups(self.solution, self.status, self.tables, made, self.rank, d)
+        rows.split_sources(own_load, self.status, self.tables, made, self.rank, d)
+        rows.assign_rows(topk_sK, *self._of("links"), self.status, self.tables, made, self.rank, d)
+        self._send(self.forward, hidden_sH, weights_sK, made.dst, made.zero_fill_ranges, links)
+        self.barrier.wait()  # all rows and links are there
+        self._expand(self.forward, links, made.cu_seqlens)
+        own_links = torch.empty(d.C, dtype=torch.int32, device=self.device)
+        dispatch.take_links(links, own_links, made.cu_seqlens, self.status)
+        return Plan(
+            dims=d,
+            rank=self.rank,
+            owner=owner,
+            load=made.load,
+            alloc=made.alloc,
+            experts_to_copy=made.experts_to_copy,
+            cu_seqlens=made.cu_seqlens,
+            zero_fill_ranges=made.zero_fill_ranges,
+            remote_stats=made.remote_stats,
+            dst=made.dst,
+            links=own_links,
+        )
+
+    def dispatch_with_plan(self, plan: Plan, hidden_sH: Tensor, weights_sK: Tensor | None, sync: bool) -> None:
+        """Send rows into the gradient region of every rank."""
+        if sync:
+            self.barrier.wait()  # nobody reads the gradient region any more
+        self._send(self.gradient, hidden_sH, weights_sK, plan.dst, plan.zero_fill_ranges, None)
+        self.barrier.wait()  # all rows are there
+        self._expand(self.gradient, plan.links, plan.cu_seqlens)
+
+    def _send(
+        self,
+        region: RowRegion,
+        hidden_sH: Tensor,
+        weights_sK: Tensor | None,
+        dst: Tensor,
+        fill: Tensor,
+        links: Tensor | None,
+    ) -> None:
+        region.touch()
+        rows_0, rows_stride = self._of(f"{region.name}_rows")
+        words = rows_0.view(torch.int32)
+        stride = rows_stride * rows_0.itemsize // words.itemsize
+        weights_0, weights_stride = self._of(f"{region.name}_weights")
+        dispatch.send_rows(
+            hidden_sH.view(torch.int32), weights_sK, dst, fill, self.status, words, stride, weights_0, weights_stride,
+            links, self.rank, self.dims.K, self.dims.C, self.programs,
+        )  # fmt: skip
+
+    def _expand(self, region: RowRegion, links: Tensor, cu_seqlens: Tensor) -> None:
+        dispatch.expand_rows(region.rows.view(torch.int32), links, cu_seqlens, self.status, self.programs)
+
+    def combine(
+        self, plan: Plan, hidden_CH: Tensor, weights_C: Tensor | None, sync: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Push each token's partial sum to its rank, then sum the partial sums."""
+        d = self.dims
+        if sync:
+            self.barrier.wait()  # everybody has read its staging, and gathered the route weights
+        combine.push_partials(
+            hidden_CH, plan.links, plan.cu_seqlens, self.status, *self._of("staging"), d.S * d.W, self.programs,
+        )  # fmt: skip
+        if weights_C is not None and weights_C.data_ptr() != self.gradient.weights.data_ptr():
+            self.gradient.weights.copy_(weights_C)
+        self.barrier.wait()  # all partial sums and route weights are there
+        s = plan.num_tokens
+        output = torch.empty(s, d.H, dtype=self.dtype, device=self.device)
+        gathered = None if weights_C is None else torch.empty(s, d.K, device=self.device)
+        weights_0, weights_stride = self._of("gradient_weights")
+        combine.sum_partials(
+            self._views[self.rank]["staging"], plan.dst, None if weights_C is None else weights_0, weights_stride,
+            self.status, output, gathered, d.K, d.W, d.C, self.programs,
+        )  # fmt: skip
+        return output, gathered
+
+    def copy_rows(self, region: RowRegion, plan: Plan) -> Tensor:
+        """The region's rows in a tensor of their own; those past the last offset are undefined."""
+        copy = torch.empty_like(region.rows)
+        words = copy.view(torch.int32)
+        dispatch.copy_used(region.rows.view(torch.int32), words, plan.cu_seqlens, self.status, self.programs)
+        return copy
+
+    def copy_weights(self, region: RowRegion, plan: Plan) -> Tensor:
+        """The region's route weights in a tensor of their own; those past the last offset are undefined."""
+        return region.weights.clone()

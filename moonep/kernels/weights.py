@@ -1,0 +1,219 @@
+"""Weights of redundant experts into slots, and their gradients home. Several projections in one launch.
+
+A table of int64 rows describes the projections; a program finds its projection and its piece of a row by division.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moonep.kernels import interpreting
+from moonep.kernels.rounding import round_to
+
+PIECE = 2048  # units of a row that a program moves at once: 32-bit words, elements, or bytes if not aligned
+SOURCE, TARGET, SOURCE_STRIDE, TARGET_STRIDE, RANK_STRIDE, SIZE, FIRST_PIECE, NUM_COLUMNS = range(8)
+
+
+@triton.jit
+def _entry_of(table, piece, num_tables, NC: tl.constexpr):
+    """The table row of the projection that a piece belongs to: the last whose first piece is not beyond it."""
+    entry = table
+    t = 1
+    while t < num_tables:
+        if piece >= tl.load(table + t * NC + 6):
+            entry = table + t * NC
+        t += 1
+    return entry
+
+
+@triton.jit(do_not_specialize=["rank", "num_tables"])
+def _fill_slots_kernel(
+    table, experts_to_copy, status, rank, num_tables, R: tl.constexpr, B: tl.constexpr, L: tl.constexpr,
+    PUSH: tl.constexpr, BW: tl.constexpr, NC: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Program (piece, slot): copy one piece of an expert's row into a slot, if the slot is used (and from here)."""
+    if tl.load(status) != 0:
+        return
+    slot = tl.program_id(1)
+    expert = tl.load(experts_to_copy + slot)
+    r, b = slot // B, slot % B
+    if PUSH:
+        wanted = (expert >= 0) & (expert // L == rank)
+    else:
+        wanted = (expert >= 0) & (r == rank)
+    if wanted:
+        piece = tl.program_id(0)
+        entry = _entry_of(table, piece, num_tables, NC)
+        source_row = expert
+        if PUSH:
+            source_row = expert - rank * L
+        source = tl.load(entry) + source_row.to(tl.int64) * tl.load(entry + 2)
+        target = tl.load(entry + 1) + b.to(tl.int64) * tl.load(entry + 3)
+        if PUSH:
+            target += r.to(tl.int64) * tl.load(entry + 4)
+        size = tl.load(entry + 5).to(tl.int32)
+        o = (piece - tl.load(entry + 6).to(tl.int32)) * BW + tl.arange(0, BW)
+        if ALIGNED:
+            size = tl.multiple_of(size, 4)
+            source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+            target_words = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+            tl.store(target_words + o, tl.load(source_words + o, mask=o < size), mask=o < size)
+        else:
+            source_bytes = source.to(tl.pointer_type(tl.int8))
+            target_bytes = target.to(tl.pointer_type(tl.int8))
+            tl.store(target_bytes + o, tl.load(source_bytes + o, mask=o < size), mask=o < size)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tables"])
+def _add_slots_kernel(
+    table, experts_to_copy, status, rank, num_tables, R: tl.constexpr, B: tl.constexpr, RBP: tl.constexpr,
+    L: tl.constexpr, BW: tl.constexpr, NC: tl.constexpr, BF16: tl.constexpr, ALIGNED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Program (piece, own expert): add one piece of the expert's slots, ascending (rank, slot), to its own gradient."""
+    if tl.load(status) != 0:
+        return
+    l = tl.program_id(1)
+    i = tl.arange(0, RBP)
+    found = tl.load(experts_to_copy + i, mask=i < R * B, other=-1) == rank * L + l
+    at = tl.min(tl.where(found, i, RBP), 0)
+    if at < RBP:
+        piece = tl.program_id(0)
+        entry = _entry_of(table, piece, num_tables, NC)
+        elements = tl.load(entry + 5).to(tl.int32)
+        o = (piece - tl.load(entry + 6).to(tl.int32)) * BW + tl.arange(0, BW)
+        own = tl.load(entry + 1) + l.to(tl.int64) * tl.load(entry + 3)
+        own = own.to(tl.pointer_type(tl.bfloat16)) if BF16 else own.to(tl.pointer_type(tl.float32))
+        if ALIGNED:
+            elements, own = tl.multiple_of(elements, 4), tl.multiple_of(own, 16)
+        inside = o < elements
+        total = tl.load(own + o, mask=inside, other=0.0).to(tl.float32)
+        while at < RBP:
+            address = tl.load(entry) + (at // B).to(tl.int64) * tl.load(entry + 4)
+            address += (at % B).to(tl.int64) * tl.load(entry + 2)
+            slot = address.to(tl.pointer_type(tl.float32))
+            if ALIGNED:
+                slot = tl.multiple_of(slot, 16)
+            total += tl.load(slot + o, mask=inside, other=0.0)
+            at = tl.min(tl.where(found & (i > at), i, RBP), 0)
+        if BF16:
+            tl.store(own + o, round_to(total, tl.bfloat16, INTERPRET), mask=inside)
+        else:
+            tl.store(own + o, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tables"])
+def _clear_slots_kernel(
+    table, experts_to_copy, status, rank, num_tables, B: tl.constexpr, BW: tl.constexpr, NC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Program (piece, slot): zero one piece of a slot of this rank, if it is used."""
+    if tl.load(status) != 0:
+        return
+    b = tl.program_id(1)
+    if tl.load(experts_to_copy + rank * B + b) >= 0:
+        piece = tl.program_id(0)
+        entry = _entry_of(table, piece, num_tables, NC)
+        o = (piece - tl.load(entry + 6).to(tl.int32)) * BW + tl.arange(0, BW)
+        address = tl.load(entry) + rank.to(tl.int64) * tl.load(entry + 4) + b.to(tl.int64) * tl.load(entry + 2)
+        slot = address.to(tl.pointer_type(tl.float32))
+        size = tl.load(entry + 5).to(tl.int32)
+        if ALIGNED:
+            size, slot = tl.multiple_of(size, 4), tl.multiple_of(slot, 16)
+        tl.store(slot + o, tl.zeros([BW], tl.float32), mask=o < size)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Projections as a kernel sees them: [count] rows of int64, their pieces, whether all is 16-byte aligned."""
+
+    tensor: Tensor
+    count: int
+    pieces: int
+    aligned: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def make_table(entries: tuple[tuple[int, ...], ...], aligned: bool, device: torch.device) -> Table:
+    """The table of some projections. Kept: making one copies it to the device.
+
+    Args:
+        entries: (source, target, source row stride, target row stride, rank stride, size) of each projection:
+            addresses and strides in bytes, size of a row in the kernel's unit.
+        aligned: whether addresses, strides and row bytes are multiples of 16.
+    """
+    rows, pieces = [], 0
+    for entry in entries:
+        rows.append([*entry, pieces])
+        pieces += triton.cdiv(entry[-1], PIECE)
+    return Table(torch.tensor(rows, dtype=torch.int64, device=device), len(rows), pieces, aligned)
+
+
+def fill_slots(table: Table, experts_to_copy: Tensor, status: Tensor, rank: int, L: int, push: bool) -> None:
+    """Copy weights into slots (`weights_table`). Moves: an expert's bytes for each slot."""
+    R, B = experts_to_copy.shape
+    if B == 0:
+        return
+    _fill_slots_kernel[(table.pieces, R * B)](
+        table.tensor, experts_to_copy, status, rank, table.count,
+        R=R, B=B, L=L, PUSH=push, BW=PIECE, NC=NUM_COLUMNS, ALIGNED=table.aligned, num_warps=4,
+    )  # fmt: skip
+
+
+def add_slots(table: Table, experts_to_copy: Tensor, status: Tensor, rank: int, L: int, dtype: torch.dtype) -> None:
+    """Add slots' gradients to own ones (`gradients_table`). Moves: an expert's fp32 bytes for each slot."""
+    R, B = experts_to_copy.shape
+    if B == 0:
+        return
+    _add_slots_kernel[(table.pieces, L)](
+        table.tensor, experts_to_copy, status, rank, table.count,
+        R=R, B=B, RBP=triton.next_power_of_2(R * B), L=L, BW=PIECE, NC=NUM_COLUMNS, BF16=dtype == torch.bfloat16,
+        ALIGNED=table.aligned, INTERPRET=interpreting(), num_warps=4,
+    )  # fmt: skip
+
+
+def clear_slots(table: Table, experts_to_copy: Tensor, status: Tensor, rank: int) -> None:
+    """Zero the used slots of this rank (`gradients_table`)."""
+    B = experts_to_copy.shape[1]
+    if B == 0:
+        return
+    _clear_slots_kernel[(table.pieces, B)](
+        table.tensor, experts_to_copy, status, rank, table.count, B=B, BW=PIECE, NC=NUM_COLUMNS,
+        ALIGNED=table.aligned, num_warps=4,
+    )  # fmt: skip
+
+
+def weights_table(weights: Sequence[Tensor], slots: Sequence[Tensor], push: bool) -> Table:
+    """weights: [E + B, ...] (or own [L, ...] if pushed) and slots: [B, ...] (or [R, B, ...]) of each projection."""
+    entries = []
+    for source, target in zip(weights, slots, strict=True):
+        size = source.itemsize
+        rank_stride, slot_stride = (target.stride(0), target.stride(1)) if push else (0, target.stride(0))
+        strides = (source.stride(0) * size, slot_stride * size, rank_stride * size)
+        entries.append((source.data_ptr(), target.data_ptr(), *strides, math.prod(source.shape[1:]) * size))
+    if _all_divide(entries):
+        return make_table(tuple((*entry[:-1], entry[-1] // 4) for entry in entries), True, weights[0].device)
+    return make_table(tuple(entries), False, weights[0].device)
+
+
+def gradients_table(own: Sequence[Tensor], slots: Sequence[Tensor]) -> Table:
+    """own: [L, ...] and slots: [R, B, ...] fp32 of each projection."""
+    entries = []
+    for mine, every in zip(own, slots, strict=True):
+        strides = (every.stride(1) * 4, mine.stride(0) * mine.itemsize, every.stride(0) * 4)
+        entries.append((every.data_ptr(), mine.data_ptr(), *strides, math.prod(mine.shape[1:]) * mine.itemsize))
+    aligned = _all_divide(entries)
+    sizes = [math.prod(mine.shape[1:]) for mine in own]
+    return make_table(tuple((*e[:-1], n) for e, n in zip(entries, sizes, strict=True)), aligned, own[0].device)
+
+
+def _all_divide(entries: Sequence[tuple[int, ...]]) -> bool:
+    return all(value % 16 == 0 for entry in entries for value in entry)

@@ -1,0 +1,115 @@
+"""Compiling kernels without a GPU: launches are recorded, not run, and what they would compile is compiled.
+
+    with record_launches() as launches:
+        backend.dispatch(...)               # on tensors of the host: nothing runs
+    for launch in launches:
+        compiled = launch.compile(90)       # for sm_90: compiled.asm["ptx"], compiled.asm["cubin"]
+
+So the signatures that are tested are those of the launchers, and no list of kernels has to be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moonep.backends.gpu import GpuBackend
+from moonep.dims import Dims
+from moonep.memory.host import HostChunk, HostMemory
+
+POINTERS = {
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: the kernel, the types of its arguments, its constants and options."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisible: tuple[int, ...]
+    num_warps: int
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+    def compile(self, arch: int) -> Any:
+        """Compile for compute capability `arch` (80, 90, 100)."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        source = ASTSource(
+            fn=self.kernel,
+            signature=self.signature,
+            constexprs=self.constants,
+            attrs={(i,): [["tt.divisibility", 16]] for i in self.divisible},
+        )
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": self.num_warps})
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Inside, kernels are not run; what would be launched is appended to the list, equal launches once."""
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Launch] = []
+    run = JITFunction.run
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launch = _describe(self, args, kwargs)
+        if launch not in launches:
+            launches.append(launch)
+
+    JITFunction.run = record
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+def _describe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    num_warps = values.pop("num_warps", 4)
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    divisible = []
+    for i, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            divisible.append(i)
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if not parameter.do_not_specialize and value % 16 == 0:
+                divisible.append(i)
+    return Launch(kernel, signature, constants, tuple(divisible), num_warps)
+
+
+class OneProcessMemory(HostMemory):
+    """Memory of the host in which one process plays all ranks: `share` makes every rank's chunk here."""
+
+    def share(self, sizes: Any, peers: Any, operation: str, timeout_s: float) -> list[list[HostChunk]]:
+        """Chunks of all ranks, all of this process."""
+        return [[HostChunk(n) for _ in range(peers.size)] for n in sizes]
+
+
+def fake_backend(dims: Dims, dtype: torch.dtype, rank: int = 0, num_sms: int = 132) -> GpuBackend:
+    """A GPU backend of one rank whose peers do not exist, on memory of the host."""
+    peers: Any = SimpleNamespace(rank=rank, size=dims.R, all_gather=lambda *_: [b""] * dims.R)
+    return GpuBackend(dims, dtype, peers, 60.0, OneProcessMemory(), num_sms, 0)
