@@ -250,11 +250,13 @@ class Buffer:
 
         Also where a dispatch with a plan puts its rows.
         """
+        self._check_live("hidden_nvsh_buffer_view")
         return self._backend.gradient.rows
 
     @property
     def router_weight_buffer_view(self) -> Tensor:
         """[C] float32: route weights (or their gradients), for `combine(router_weights_zero_copy=True)`."""
+        self._check_live("router_weight_buffer_view")
         return self._backend.gradient.weights
 
     @torch.no_grad()
@@ -285,7 +287,7 @@ class Buffer:
         Moves: redundant experts here x bytes of an expert, read from their homes. No barrier: the dispatch that made
         the plan came after the last update of the weights.
         """
-        with self._operation("prefetch"):
+        with self._operation("prefetch", collective=False):
             self._check_plan(plan)
             self._check_pool(pool, slot_set)
             with self._backend.run(async_finish, plan.tensors()):
@@ -309,7 +311,7 @@ class Buffer:
         """
         with self._operation("prefetch"):
             self._check_plan(plan)
-            pulled, pushed = weight_forms(weights, self.dims)
+            pulled, pushed = weight_forms(weights, self.dims, self._backend.device)
             barrier, status = self._backend.barrier, self._backend.status
             with self._backend.run(async_finish, [*weights.values(), *plan.tensors()]):
                 if pulled:
@@ -366,7 +368,7 @@ class Buffer:
         """
         with self._operation("reduce"):
             self._check_plan(plan)
-            reductions = gradient_forms(grads, self.dims, self.rank)
+            reductions = gradient_forms(grads, self.dims, self.rank, self._backend.device)
             with self._backend.run(async_finish, [*grads.values(), *plan.tensors()]):
                 self._reduce(plan, reductions)
         return self._backend.event(async_finish)
@@ -402,7 +404,7 @@ class Buffer:
             PeerError, PeerTimeout: an earlier operation failed; only `destroy()` is possible then.
         """
         if self._broken is not None:
-            raise self._broken
+            raise self._broken.again()
         if self._backend.device.type == "cuda":
             torch.cuda.synchronize(self._backend.device)
         self._backend.barrier.check()
@@ -435,24 +437,32 @@ class Buffer:
             self.destroy()
 
     @contextmanager
-    def _operation(self, name: str) -> Iterator[None]:
-        """One collective operation: a ValueError refuses it, anything else breaks the Buffer."""
-        if self.destroyed:
-            raise ValueError(f"buffer: given a destroyed Buffer to {name}, expected a live one")
+    def _operation(self, name: str, collective: bool = True) -> Iterator[None]:
+        """One operation: a ValueError refuses it, anything else breaks the Buffer.
+
+        Operations of one rank alone are not counted: a rank may leave them out.
+        """
+        self._check_live(name)
         if self._broken is not None:
-            raise self._broken
+            raise self._broken.again()
         barrier = self._backend.barrier
-        barrier.begin(name)
+        if collective:
+            barrier.begin(name)
         try:
             barrier.check()
             yield
-        except ValueError as error:
-            barrier.refuse(str(error))
-            raise
         except BaseException as error:
-            self._broken = error if isinstance(error, PeerError) else PeerError(self.rank, name, repr(error))
+            if isinstance(error, ValueError) and not (collective and barrier.entered):
+                if collective:
+                    barrier.refuse(str(error))
+                raise
+            self._broken = error.again() if isinstance(error, PeerError) else PeerError(self.rank, name, repr(error))
             barrier.poison(str(error) or repr(error))
             raise
+
+    def _check_live(self, name: str) -> None:
+        if self.destroyed:
+            raise ValueError(f"buffer: given a destroyed Buffer to {name}, expected a live one")
 
     def _check_rows(self, hidden: Tensor, weights: Tensor | None, num_tokens: int | str) -> int:
         d, device = self.dims, self._backend.device

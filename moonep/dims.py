@@ -53,12 +53,12 @@ class Balance:
             parsed = Balance()
         elif value == "auto":
             parsed = Balance(slack=COPY_COST_ASSIGNMENTS)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1:
             parsed = Balance(eps_ppm=round(value * PPM))
         else:
-            raise ValueError(f"balance: given {value!r}, expected 'exact', 'auto' or a tolerance such as 0.01")
+            raise ValueError(f"balance: given {value!r}, expected 'exact', 'auto' or a tolerance between 0 and 1")
         if not 0 <= parsed.eps_ppm <= PPM or parsed.slack < 0:
-            raise ValueError(f"balance: given {value!r}, expected a tolerance between 0 and 1")
+            raise ValueError(f"balance: given {value!r}, expected 0 <= eps_ppm <= {PPM} and slack >= 0")
         return parsed
 
     @property

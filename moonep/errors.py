@@ -15,6 +15,10 @@ class PeerError(RuntimeError):
         super().__init__(f"{operation}: rank {rank}: {message}")
         self.rank, self.operation, self.message = rank, operation, message
 
+    def again(self) -> PeerError:
+        """The same error to be raised again: without traceback, which would keep alive what it passed through."""
+        return type(self)(self.rank, self.operation, self.message)
+
     def __reduce__(self) -> tuple:
         return type(self), (self.rank, self.operation, self.message)
 

@@ -201,8 +201,8 @@ class ExpertPool:
             raise ValueError("shapes: given none, expected at least one projection, such as {'up': (H, F)}")
         dtypes = {name: dtype for name in shapes} if isinstance(dtype, torch.dtype) else dict(dtype)
         for name, shape in shapes.items():
-            if any(not isinstance(n, int) or n < 1 for n in shape):
-                raise ValueError(f"shapes[{name!r}]: given {shape}, expected positive integers")
+            if not isinstance(shape, (tuple, list)) or any(not isinstance(n, int) or n < 1 for n in shape):
+                raise ValueError(f"shapes[{name!r}]: given {shape!r}, expected a tuple of positive integers")
             if not isinstance(dtypes.get(name), torch.dtype):
                 raise ValueError(f"dtype[{name!r}]: given {dtypes.get(name)!r}, expected a torch.dtype")
             if (master or self.grads) and not dtypes[name].is_floating_point:
@@ -246,7 +246,7 @@ class ExpertPool:
             self._map(p, every)
             for chunk in every:
                 chunk.close()
-        peers.all_gather(b"", "ExpertPool", self._timeout_s)  # every rank's reduce buffer is zero
+        peers.all_gather(b"", "ExpertPool", self._timeout_s, "ready")  # every rank's reduce buffer is zero
 
     def _map(self, p: Projection, every: list[Chunk]) -> None:
         memory, L, own, grad = self._memory, self.L, every[self.rank], self._grad_of[p.name]
@@ -495,6 +495,6 @@ class ExpertPool:
         if self.destroyed:
             return
         self.destroyed = True
-        self._peers.all_gather(b"", "ExpertPool.destroy", self._timeout_s)
+        self._peers.all_gather(b"", "ExpertPool.destroy", self._timeout_s, "ready")
         self._views, self._slots = [], []
         self.local, self.local_grad, self.master, self._grad_chunks = {}, {}, {}, {}

@@ -109,26 +109,28 @@ def _used_slots(plan: Plan) -> list[tuple[int, int, int]]:
     return [(r, b, e) for r, experts in enumerate(slots) for b, e in enumerate(experts) if e >= 0]
 
 
-def weight_forms(given: dict[str, Tensor], dims: Dims) -> tuple[list[SlotWeights], list[SlotWeights]]:
+def weight_forms(
+    given: dict[str, Tensor], dims: Dims, device: torch.device
+) -> tuple[list[SlotWeights], list[SlotWeights]]:
     """Sort the keyword arguments of `Buffer.prefetch_weight`. -> pulled, pushed"""
     d = dims
     forms: list[SlotWeights] = []
     rest = dict(given)
     for name in PROJECTIONS:
         if (full := rest.pop(f"full_{name}_weight", None)) is not None:
-            _check_rows(f"full_{name}_weight", full, (d.G,))
+            _check_rows(f"full_{name}_weight", full, (d.G,), device)
             forms.append(SlotWeights(full, full[d.E :]))
         local, buffer = rest.pop(f"local_{name}_weight", None), rest.pop(f"{name}_prefetch_buffer", None)
         if local is not None or buffer is not None:
-            _check_rows(f"local_{name}_weight", local, (d.L,))
-            _check_rows(f"{name}_prefetch_buffer", buffer, (d.R, d.B), like=local)
+            _check_rows(f"local_{name}_weight", local, (d.L,), device)
+            _check_rows(f"{name}_prefetch_buffer", buffer, (d.R, d.B), device, like=local)
             assert local is not None and buffer is not None
             forms.append(SlotWeights(local, buffer, pushed=True))
     _check_used(rest, forms, [f"full_{p}_weight" for p in PROJECTIONS])
     return [f for f in forms if not f.pushed], [f for f in forms if f.pushed]
 
 
-def gradient_forms(given: dict[str, Tensor], dims: Dims, rank: int) -> list[SlotReduction]:
+def gradient_forms(given: dict[str, Tensor], dims: Dims, rank: int, device: torch.device) -> list[SlotReduction]:
     """Sort the keyword arguments of `Buffer.reduce_grad`."""
     d = dims
     forms = []
@@ -139,13 +141,13 @@ def gradient_forms(given: dict[str, Tensor], dims: Dims, rank: int) -> list[Slot
         if full is None and local is None and buffer is None:
             continue
         if full is not None:
-            _check_rows(f"full_{name}_grad", full, (d.G,))
+            _check_rows(f"full_{name}_grad", full, (d.G,), device)
             own = full[rank * d.L : (rank + 1) * d.L]
         else:
-            _check_rows(f"local_{name}_grad", local, (d.L,))
+            _check_rows(f"local_{name}_grad", local, (d.L,), device)
             assert local is not None
             own = local
-        _check_rows(f"{name}_reduce_buffer", buffer, (d.R, d.B), like=own, dtype=torch.float32)
+        _check_rows(f"{name}_reduce_buffer", buffer, (d.R, d.B), device, like=own, dtype=torch.float32)
         assert buffer is not None
         forms.append(SlotReduction(own, buffer))
     _check_used(rest, forms, [f"full_{p}_grad and {p}_reduce_buffer" for p in PROJECTIONS])
@@ -156,11 +158,13 @@ def _check_rows(
     name: str,
     tensor: Tensor | None,
     leading: tuple[int, ...],
+    device: torch.device,
     like: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Leading dimensions as planned; trailing ones (and dtype) as in the tensor that it goes with."""
     right = isinstance(tensor, Tensor) and tuple(tensor.shape[: len(leading)]) == leading
+    right = right and isinstance(tensor, Tensor) and tensor.device.type == device.type
     trailing = "..."
     if like is not None:
         dtype = like.dtype if dtype is None else dtype
@@ -170,7 +174,7 @@ def _check_rows(
         right = right and isinstance(tensor, Tensor) and tensor.dtype == dtype
     if not right:
         wanted = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
-        expected = f"[{', '.join(map(str, leading))}, {trailing}]{wanted}"
+        expected = f"[{', '.join(map(str, leading))}, {trailing}]{wanted} on {device}"
         raise ValueError(f"{name}: given {describe(tensor)}, expected {expected}")
 
 

@@ -642,6 +642,38 @@ def test_halves_of_a_world_work_beside_each_other_and_beside_the_whole(ranks, ba
         compare([results[0] for results in observed[2 * half : 2 * half + 2]], specify(name, 2), PARTS)
 
 
+# ------------------------------------------------------------------------------------------------------- odd arguments
+
+
+def at_odd_addresses(tensor: Tensor) -> Tensor:
+    """Equal and contiguous, but one element behind where an allocation begins."""
+    return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+
+
+def use_odd_addresses(backend: str, name: str, R: int, topk: Tensor) -> dict[str, Any]:
+    case = BY_NAME[name]
+    buffer = make_buffer(backend, case, R)
+    given = Inputs.of(case, buffer.dims, buffer.rank, len(topk), 0)
+    x, w, grad, y, y_w = map(at_odd_addresses, (given.x, given.w, given.grad, given.y, given.y_w))
+    assert x.is_contiguous() and x.data_ptr() % 16
+    rows, weights, _, plan = buffer.dispatch(x, w, at_odd_addresses(topk))
+    results = dict(_arrived("fresh", rows, weights, plan))
+    results |= _combined("fresh", buffer.combine(plan, y, y_w))
+    results |= _arrived("reuse", buffer.dispatch(grad, plan=plan)[0], None, plan)
+    buffer.destroy()
+    return results
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_contiguous_tensors_may_begin_at_any_address(ranks, backend, name):
+    R = 2
+    observed = ranks(R).run(use_odd_addresses, backend, name, R, PerRank(routed(name, R).topk))
+    for got, want in zip(observed, specify(name, R), strict=True):
+        for key in ("fresh.rows", "fresh.weights", "fresh.output", "fresh.weights_back", "reuse.rows"):
+            equal_by_name(key, got[key], want[key])
+
+
 # ------------------------------------------------------------------------------------------------------ pools and slots
 
 

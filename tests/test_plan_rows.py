@@ -369,7 +369,7 @@ def replanned(plans: list[Plan], alloc: list[list[int]], topk: list[Tensor]) -> 
 def allocated(T_E: list[int], alloc: list[list[int]], L: int, B: int, balance: str | float = "exact") -> list[Plan]:
     """Plans of a given allocation, K = 1, in which all else is right."""
     R = len(alloc[0])
-    d = Dims(S=4, K=1, E=R * L, R=R, H=8, B=B, P=1, balance=Balance.parse(balance))
+    d = Dims(S=8, K=1, E=R * L, R=R, H=8, B=B, P=1, balance=Balance.parse(balance))
     ids = [e for e, T in enumerate(T_E) for _ in range(T)]
     topk = [torch.tensor(ids[r::R], dtype=torch.int32).view(-1, 1) for r in range(R)]
     return replanned(reference.make_plans(topk, d), alloc, topk)
@@ -486,15 +486,15 @@ def break_primaries(plans: list[Plan]) -> list[Plan]:
 
 
 BREAKS: list[tuple[list[str], Callable[[list[Plan]], list[Plan]]]] = [
-    (["I1"], break_conservation),
+    (["I1", "I2", "I6"], break_conservation),
     (["I2"], break_balance),
     (["I3"], break_one_home),
     (["I4"], break_slots),
-    (["I4"], break_number_of_redundant_experts),
-    (["I5"], break_capacity),
-    (["I6"], break_bijection_by_a_shared_row),
+    (["I3", "I4"], break_number_of_redundant_experts),
+    (["I5", "I8"], break_capacity),
+    (["I6", "I9"], break_bijection_by_a_shared_row),
     (["I6"], break_bijection_by_a_lost_assignment),
-    (["I6"], break_bijection_by_a_padding_row),
+    (["I6", "I7"], break_bijection_by_a_padding_row),
     (["I7"], break_order),
     (["I8"], break_groups_by_falling_offsets),
     (["I8"], break_groups_by_a_size_that_is_no_multiple),
@@ -512,7 +512,6 @@ BREAKS: list[tuple[list[str], Callable[[list[Plan]], list[Plan]]]] = [
 def test_a_broken_invariant_is_named(names, breaks):
     plans = skewed_plans()
     assert check_plan(plans) == []
-    print(check_plan(breaks(plans)))
     assert check_plan(breaks(plans)) == names
 
 

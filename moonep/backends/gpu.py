@@ -19,7 +19,7 @@ from moonep.errors import PeerError, PeerTimeout
 from moonep.kernels import barrier as barriers
 from moonep.kernels import combine, dispatch, interpreting, load, rows, solve
 from moonep.memory import Memory
-from moonep.memory.barrier import OPERATIONS
+from moonep.memory.barrier import OPERATIONS, extend_range, pack_range
 from moonep.memory.peers import Peers
 from moonep.memory.regions import Layout, Region
 from moonep.plan import Plan
@@ -38,24 +38,26 @@ class GpuBarrier:
         self._limit = int(timeout_s * (_INTERPRETER_SPINS_A_SECOND if interpreting() else 1e9))
         self._number = 0
         self._refused = (1, 0)
+        self.entered = False  # whether this rank has waited in the current operation: peers count on it
 
     def begin(self, operation: str) -> None:
         """Enter the next operation."""
         self._number += 1
+        self.entered = False
         self.operation = operation
 
     def refuse(self, message: str) -> None:
         """This rank does not take part in the current operation; nothing of it has been written."""
-        first, last = self._refused
-        self._refused = (first if last == self._number - 1 else self._number, self._number)
-        barriers.announce(self.signals, self.rank, self.size, *self._refused, poison=False)
+        self._refused = extend_range(self._refused, self._number)
+        barriers.announce(self.signals, self.rank, self.size, pack_range(self._refused), poison=False)
 
     def poison(self, message: str) -> None:
         """This rank failed in the middle of the current operation and takes part in nothing any more."""
-        barriers.announce(self.signals, self.rank, self.size, *self._refused, poison=True)
+        barriers.announce(self.signals, self.rank, self.size, pack_range(self._refused), poison=True)
 
     def wait(self) -> None:
         """Enqueue a barrier: what every rank wrote before is visible to what is enqueued after it."""
+        self.entered = True
         capturing = self.signals.status.is_cuda and torch.cuda.is_current_stream_capturing()
         barriers.barrier(
             self.signals,
@@ -116,7 +118,7 @@ class GpuBackend:
         self.name = memory.device.type if memory.device.type == "cuda" else "interpreter"
         regions = [
             Region("signals", (d.R,), torch.int32),
-            Region("faults", (d.R, barriers.NUM_FAULTS), torch.int32),
+            Region("faults", (d.R, barriers.NUM_FAULTS), torch.int64),
             Region("load", (d.R, d.E), torch.int32),
         ]
         self.layout = Layout([*regions, *row_regions(d, dtype)])
@@ -139,7 +141,7 @@ class GpuBackend:
             self.programs = num_sms or torch.cuda.get_device_properties(self.device).multi_processor_count
             self.stream = torch.cuda.Stream(self.device, priority=stream_priority)
             torch.cuda.synchronize(self.device)
-        peers.all_gather(b"", "Buffer", timeout_s)  # all signals are zero before any rank signals
+        peers.all_gather(b"", "Buffer", timeout_s, "ready")  # all signals are zero before any rank signals
 
     def _map(self, memory: Memory, timeout_s: float) -> list[dict[str, Tensor]]:
         (data,) = memory.share([self.layout.nbytes], self.peers, "Buffer", timeout_s)

@@ -26,7 +26,7 @@ from moonep.kernels import interpreting
 TIMEOUT, REFUSED, FAILED, OTHER_OPERATION, BAD_ID, BAD_COUNT = range(1, 7)
 PEER_SHIFT, OPERATION_SHIFT, THEIRS_SHIFT = 4, 12, 20
 # Words that peers write into this rank's `faults`, one row a peer.
-REFUSED_FROM, REFUSED_TO, POISONED, OPERATION_EVEN, OPERATION_ODD, NUM_FAULTS = 0, 1, 2, 3, 4, 8
+REFUSED_RANGE, POISONED, OPERATION_EVEN, OPERATION_ODD, NUM_FAULTS = 0, 1, 2, 3, 4
 
 
 @triton.jit
@@ -50,8 +50,10 @@ def _barrier_kernel(
     parity = now & 1
     mine = faults + rank * fault_stride
     if failed == 0:
-        # 3 = OPERATION_EVEN: which operation this is, by parity, as a peer is at most one barrier behind
-        tl.store(faults + lane * fault_stride + rank * NF + 3 + parity, operation + lane * 0, mask=is_rank)
+        # 2 = OPERATION_EVEN: which operation this is, by parity, as a peer is at most one barrier behind
+        tl.store(
+            faults + lane * fault_stride + rank * NF + 2 + parity, (operation + lane * 0).to(tl.int64), mask=is_rank
+        )
         tl.debug_barrier()
         tl.atomic_add(signals + lane * signal_stride + rank, 1, mask=is_rank, sem="release", scope="sys")
         tl.store(epoch, now)
@@ -62,10 +64,10 @@ def _barrier_kernel(
         while waiting == 1:
             count = tl.atomic_add(signals + rank * signal_stride + lane, 0, mask=is_rank, sem="acquire", scope="sys")
             missing = tl.where(is_rank & (count < now), 1, 0)
-            refused_from = tl.load(mine + lane * NF + 0, mask=is_rank, other=1, volatile=True)
-            refused_to = tl.load(mine + lane * NF + 1, mask=is_rank, other=0, volatile=True)
-            poisoned = tl.load(mine + lane * NF + 2, mask=is_rank, other=0, volatile=True)
-            refused = tl.where((refused_from <= number) & (number <= refused_to) & (number > 0), 1, 0)
+            range_word = tl.load(mine + lane * NF, mask=is_rank, other=0, volatile=True)
+            first, last = range_word >> 32, range_word & 0x7FFFFFFF
+            poisoned = tl.load(mine + lane * NF + 1, mask=is_rank, other=0, volatile=True)
+            refused = tl.where((first <= number) & (number <= last) & (number > 0), 1, 0)
             broken = tl.where((poisoned != 0) & (missing == 1), 1, 0)
             bad_peer = tl.min(tl.where((refused + broken > 0) & is_rank, lane, RP), 0)
             spins += 1
@@ -82,7 +84,7 @@ def _barrier_kernel(
                 failed = 1 | (tl.min(tl.where(missing == 1, lane, RP), 0) << 4)
                 waiting = 0
         if failed == 0:
-            theirs = tl.load(mine + lane * NF + 3 + parity, mask=is_rank, other=0, volatile=True)
+            theirs = tl.load(mine + lane * NF + 2 + parity, mask=is_rank, other=0, volatile=True).to(tl.int32)
             other = tl.min(tl.where(is_rank & (theirs != operation), lane, RP), 0)
             if other < RP:
                 failed = 4 | (other << 4) | (tl.sum(tl.where(lane == other, theirs, 0), 0) << 20)
@@ -90,20 +92,19 @@ def _barrier_kernel(
             failed = failed | (operation << 12)
             tl.store(status, failed)
             tl.store(host_status, failed)
-            tl.store(faults + lane * fault_stride + rank * NF + 2, lane * 0 + 1, mask=is_rank)
+            tl.store(faults + lane * fault_stride + rank * NF + 1, (lane * 0 + 1).to(tl.int64), mask=is_rank)
 
 
-@triton.jit(do_not_specialize=["rank", "first", "last", "poison"])
+@triton.jit(do_not_specialize=["rank", "refused", "poison"])
 def _announce_kernel(
-    faults, fault_stride, status, rank, first, last, poison, R: tl.constexpr, RP: tl.constexpr, NF: tl.constexpr
+    faults, fault_stride, status, rank, refused, poison, R: tl.constexpr, RP: tl.constexpr, NF: tl.constexpr
 ):  # fmt: skip
     """Tell every peer which operations this rank refused, or that it has failed."""
     lane = tl.arange(0, RP)
     row = faults + lane * fault_stride + rank * NF
-    tl.store(row + 0, first + lane * 0, mask=lane < R)
-    tl.store(row + 1, last + lane * 0, mask=lane < R)
+    tl.store(row, refused + (lane * 0).to(tl.int64), mask=lane < R)
     if poison != 0:
-        tl.store(row + 2, lane * 0 + 1, mask=lane < R)
+        tl.store(row + 1, (lane * 0 + 1).to(tl.int64), mask=lane < R)
         tl.store(status, 3 | (rank << 4))
 
 
@@ -113,7 +114,7 @@ class Signals:
 
     Attributes:
         signals: [R] int32 of rank 0; `signal_stride` elements to the next rank's. Arrivals of each peer.
-        faults: [R, NUM_FAULTS] int32 of rank 0; `fault_stride` elements to the next rank's. What peers announce.
+        faults: [R, NUM_FAULTS] int64 of rank 0; `fault_stride` elements to the next rank's. What peers announce.
         epoch: [1] int32, barriers so far.
         status: [1] int32 on the device; 0: all is well.
         host_status: [1] int32 in pinned memory, a copy of status.
@@ -145,10 +146,10 @@ def barrier(s: Signals, rank: int, R: int, operation: int, number: int, limit: i
     )  # fmt: skip
 
 
-def announce(s: Signals, rank: int, R: int, first: int, last: int, poison: bool) -> None:
-    """Enqueue: tell every peer that operations first..last were refused here, or that this rank has failed."""
+def announce(s: Signals, rank: int, R: int, refused: int, poison: bool) -> None:
+    """Enqueue: tell every peer which range of operations (`pack_range`) was refused here, or that this rank failed."""
     _announce_kernel[(1,)](
-        s.faults, s.fault_stride, s.status, rank, first, last, int(poison),
+        s.faults, s.fault_stride, s.status, rank, refused, int(poison),
         R=R, RP=triton.next_power_of_2(R), NF=NUM_FAULTS, num_warps=1,
     )  # fmt: skip
 

@@ -168,7 +168,7 @@ class CudaMemory:
         choice = self.handles or os.environ.get("MOONEP_HANDLES")
         if choice not in (None, "", "fd", "fabric"):
             raise ValueError(f"MOONEP_HANDLES: given {choice!r}, expected 'fd' or 'fabric'")
-        hosts = set(peers.all_gather(host_name(), operation, timeout_s))
+        hosts = set(peers.all_gather(host_name(), operation, timeout_s, "hosts"))
         return choice == "fabric" or (not choice and len(hosts) > 1)
 
     def _exchange_descriptors(
@@ -176,19 +176,22 @@ class CudaMemory:
     ) -> list[list[Any]]:
         kind = driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         exported = [int(call("cuMemExportToShareableHandle", c.handle, kind, 0)) for c in own]
-        received = peers.exchange_descriptors(exported, operation, timeout_s)
-        handles: list[list[Any]] = []
-        for r, descriptors in enumerate(received):
-            mine = r == peers.rank
-            handles.append([] if mine else [call("cuMemImportFromShareableHandle", fd, kind) for fd in descriptors])
-        for fd in [*exported, *(fd for descriptors in received for fd in descriptors)]:
-            os.close(fd)
+        received: list[list[int]] = []
+        try:
+            received = peers.exchange_descriptors(exported, operation, timeout_s)
+            handles: list[list[Any]] = []
+            for r, descriptors in enumerate(received):
+                mine = r == peers.rank
+                handles.append([] if mine else [call("cuMemImportFromShareableHandle", fd, kind) for fd in descriptors])
+        finally:
+            for fd in [*exported, *(fd for descriptors in received for fd in descriptors)]:
+                os.close(fd)
         return handles
 
     def _exchange_fabric(self, own: list[CudaChunk], peers: Peers, operation: str, timeout_s: float) -> list[list[Any]]:
         kind = driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
         exported = [bytes(call("cuMemExportToShareableHandle", c.handle, kind, 0).data) for c in own]
-        received = peers.all_gather(b"".join(exported), operation, timeout_s)
+        received = peers.all_gather(b"".join(exported), operation, timeout_s, "handles")
         handles: list[list[Any]] = []
         for r, joined in enumerate(received):
             pieces = [joined[i : i + FABRIC_HANDLE_BYTES] for i in range(0, len(joined), FABRIC_HANDLE_BYTES)]

@@ -103,9 +103,11 @@ class HostMemory:
             For each size, the chunk of every rank in rank order.
         """
         own = [HostChunk(n) for n in sizes]
-        descriptors = peers.exchange_descriptors([c.descriptor for c in own], operation, timeout_s)
-        for chunk in own:
-            chunk.close()
+        try:
+            descriptors = peers.exchange_descriptors([c.descriptor for c in own], operation, timeout_s)
+        finally:
+            for chunk in own:
+                chunk.close()
         return [[HostChunk(n, fds[i]) for fds in descriptors] for i, n in enumerate(sizes)]
 
     def map(self, chunks: Sequence[HostChunk], sizes: Sequence[int] | None = None) -> HostMapping:

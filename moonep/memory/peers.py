@@ -14,6 +14,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -63,8 +64,14 @@ class Peers:
             raise ValueError(f"num_ep_ranks: given {num_ranks} with {given}, expected the size of the group")
         return peers
 
-    def all_gather(self, payload: bytes, operation: str, timeout_s: float) -> list[bytes]:
+    def all_gather(self, payload: bytes, operation: str, timeout_s: float, step: str = "") -> list[bytes]:
         """Every rank's payload, in rank order.
+
+        Args:
+            payload: of this rank.
+            operation: what the exchange is part of, for messages.
+            timeout_s: seconds to wait.
+            step: what is exchanged: ranks that are in different steps do not take the one's payload for the other's.
 
         Raises:
             PeerTimeout: a rank sent nothing within the limit.
@@ -73,7 +80,7 @@ class Peers:
         if self.size == 1:
             return [payload]
         store = dist.distributed_c10d._get_default_store()
-        prefix = f"moonep/{self.group.group_name}/{self.exchanges}"  # type: ignore[union-attr]
+        prefix = f"moonep/{self.group.group_name}/{self.exchanges}/{operation}/{step}"  # type: ignore[union-attr]
         store.set(f"{prefix}/{self.rank}", payload)  # type: ignore[arg-type]
         deadline = time.monotonic() + timeout_s
         gathered = []
@@ -100,18 +107,20 @@ class Peers:
             What each rank's `check` returned.
 
         Raises:
-            ValueError: `check` raised it here, or the values of a key differ between ranks.
+            ValueError: `check` raised it here (or whatever else it raised), or values of a key differ between ranks.
             PeerError: `check` raised on another rank.
             PeerTimeout: a rank did not call within the limit.
         """
         mine: dict[str, Any] = {}
-        problem: ValueError | None = None
+        problem: Exception | None = None
         try:
             mine = check()
-        except ValueError as error:
+        except Exception as error:
             problem = error
         message = {"values": mine, "error": None if problem is None else str(problem)}
-        replies = [json.loads(r) for r in self.all_gather(json.dumps(message).encode(), operation, timeout_s)]
+        replies = [
+            json.loads(r) for r in self.all_gather(json.dumps(message).encode(), operation, timeout_s, "arguments")
+        ]
         if problem is not None:
             raise problem
         for r, reply in enumerate(replies):
@@ -130,61 +139,67 @@ class Peers:
         Raises:
             PeerTimeout: a rank did not connect within the limit.
         """
-        own = [os.dup(fd) for fd in descriptors]
-        if self.size == 1:
-            return [own]
+        received: dict[int, list[int]] = {self.rank: [os.dup(fd) for fd in descriptors]}
+        try:
+            if self.size > 1:
+                self._receive_descriptors(descriptors, received, operation, timeout_s)
+        except BaseException:
+            for fd in (fd for fds in received.values() for fd in fds):
+                os.close(fd)
+            raise
+        return [received[r] for r in range(self.size)]
+
+    def _receive_descriptors(
+        self, descriptors: list[int], received: dict[int, list[int]], operation: str, timeout_s: float
+    ) -> None:
         deadline = time.monotonic() + timeout_s
-        received: dict[int, list[int]] = {self.rank: own}
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        with ExitStack() as connections, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
             name = f"moonep-{uuid.uuid4().hex}"
             server.bind("\0" + name)
             server.listen(self.size)
-            names = self.all_gather(name.encode(), operation, timeout_s)
-            outgoing = [_send(names[r], self.rank, descriptors) for r in range(self.size) if r != self.rank]
-            try:
-                while len(received) < self.size:
-                    server.settimeout(max(deadline - time.monotonic(), 0.001))
+            names = self.all_gather(name.encode(), operation, timeout_s, "sockets")
+            for r in range(self.size):
+                if r != self.rank:
+                    outgoing = connections.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                     try:
-                        connection, _ = server.accept()
-                    except TimeoutError as error:
-                        missing = next(r for r in range(self.size) if r not in received)
-                        raise PeerTimeout(missing, operation, f"sent no memory within {timeout_s:g} s") from error
+                        _send(outgoing, names[r], self.rank, descriptors)
+                    except OSError as error:
+                        raise PeerError(r, operation, f"does not take memory: {error}") from error
+            while len(received) < self.size:
+                server.settimeout(max(deadline - time.monotonic(), 0.001))
+                try:
+                    connection, _ = server.accept()
                     with connection:
-                        if _uid_of(connection) != os.getuid():
-                            continue
-                        connection.settimeout(timeout_s)
-                        rank, fds = _receive(connection, len(descriptors))
-                        received[rank] = fds
-            finally:
-                for connection in outgoing:
-                    connection.close()
-        return [received[r] for r in range(self.size)]
+                        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                        _receive(connection, len(descriptors), received)
+                except TimeoutError as error:
+                    missing = next(r for r in range(self.size) if len(received.get(r, [])) < len(descriptors))
+                    raise PeerTimeout(missing, operation, f"sent no memory within {timeout_s:g} s") from error
+            for r, fds in received.items():
+                if len(fds) < len(descriptors):
+                    raise PeerError(r, operation, "ended before it had sent its memory")
 
 
 _alone = Peers(None)
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
 
 
-def _send(name: bytes, rank: int, descriptors: list[int]) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _send(connection: socket.socket, name: bytes, rank: int, descriptors: list[int]) -> None:
     connection.connect(b"\0" + name)
     connection.sendall(struct.pack("<i", rank))
     for i in range(0, len(descriptors), _MAX_DESCRIPTORS_PER_MESSAGE):
         socket.send_fds(connection, [b"."], descriptors[i : i + _MAX_DESCRIPTORS_PER_MESSAGE])
-    return connection
 
 
-def _receive(connection: socket.socket, count: int) -> tuple[int, list[int]]:
-    (rank,) = struct.unpack("<i", connection.recv(4, socket.MSG_WAITALL))
-    fds: list[int] = []
+def _receive(connection: socket.socket, count: int, received: dict[int, list[int]]) -> None:
+    """Take a peer's descriptors. One that hangs up has sent fewer; a stranger is ignored."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    greeting = connection.recv(4, socket.MSG_WAITALL)
+    if uid != os.getuid() or len(greeting) < 4:
+        return
+    fds = received.setdefault(struct.unpack("<i", greeting)[0], [])
     while len(fds) < count:
         data, more, _, _ = socket.recv_fds(connection, 1, _MAX_DESCRIPTORS_PER_MESSAGE)
         if not data:
-            raise PeerError(rank, "exchange_descriptors", "closed the connection before it had sent its memory")
+            return
         fds += more
-    return rank, fds
-
-
-def _uid_of(connection: socket.socket) -> int:
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return uid
