@@ -38,7 +38,7 @@ def test_without_json_people_read_stdout():
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0
     assert f"{moonep.__version__}" in result.stdout
-    assert "not implemented yet in this version: cuda, collective" in " ".join(result.stdout.split())
+    assert "not implemented yet in this version: collective" in " ".join(result.stdout.split())
 
 
 def test_help_shows_an_example():
@@ -118,4 +118,13 @@ def test_gpus_are_listed_with_the_peers_they_reach(monkeypatch):
         "compute_capability": "9.0",
     }
     assert "reaches: no other GPU" in " ".join(result.stderr.split())
-    assert any("no cuda backend yet" in warning for warning in report["warnings"])
+    assert not any("reaches" in warning for warning in report["warnings"])
+
+
+def test_what_the_cuda_backend_lacks_is_a_warning(monkeypatch):
+    report = doctor.collect()
+    report["gpus"] = [{"index": 0}, {"index": 1}]
+    report["versions"] |= {"triton": "3.6.0", "cuda-bindings": None}
+    problems = "\n".join(doctor.find_problems(report))
+    assert 'needs cuda-bindings: pip install "moonep[gpu]"' in problems
+    assert "No GPU here reaches another" in problems

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -36,5 +35,4 @@ def _options(
 
 
 for _name in COMMANDS:
-    if find_spec(f"moonep.cli.{_name}"):
-        app.command(_name)(getattr(import_module(f"moonep.cli.{_name}"), _name))
+    app.command(_name)(getattr(import_module(f"moonep.cli.{_name}"), _name))

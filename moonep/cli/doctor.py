@@ -17,7 +17,8 @@ import moonep
 from moonep.backends import BACKENDS, choose
 from moonep.cli.output import JsonFlag, emit, open_console
 
-OPTIONAL_PACKAGES = ("triton", "cuda-bindings", "transformers")
+CUDA_PACKAGES = ("triton", "cuda-bindings")
+OPTIONAL_PACKAGES = (*CUDA_PACKAGES, "transformers")
 ORDERED_STORES = ("x86_64", "AMD64")
 USUAL_MAP_COUNT = 65530
 USUAL_FILE_DESCRIPTORS = 1024
@@ -65,7 +66,7 @@ def describe_backend(memfd: bool) -> dict[str, Any]:
         "name": name,
         "reason": reason,
         "MOONEP_BACKEND": os.environ.get("MOONEP_BACKEND") or None,
-        "not_implemented": [planned for planned in ("cuda", "collective") if planned not in BACKENDS],
+        "not_implemented": [planned for planned in ("collective",) if planned not in BACKENDS],
     }
 
 
@@ -82,8 +83,11 @@ def find_problems(report: dict[str, Any]) -> list[str]:
             f"The cpu backend relies on the store order of x86-64, and this is {system['machine']}: "
             "do not trust its results here, use an x86-64 machine."
         )
-    if report["gpus"] and "cuda" in backend["not_implemented"]:
-        problems.append("GPUs are here, but this version has no cuda backend yet: give MoonEP tensors on the CPU.")
+    missing = [package for package in CUDA_PACKAGES if not report["versions"][package]]
+    if report["gpus"] and missing:
+        problems.append(f'The cuda backend needs {" and ".join(missing)}: pip install "moonep[gpu]"')
+    if len(report["gpus"]) > 1 and not report["p2p"]:
+        problems.append("No GPU here reaches another one's memory: ranks on different GPUs cannot share memory.")
     if system["nvidia_driver"] and not report["gpus"]:
         problems.append(
             f"An NVIDIA driver is loaded but torch {report['versions']['torch']} sees no GPU: "
