@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 256  # assignments of a block, padding of K to a power of two included
+BLOCK = 128  # assignments of a block, padding of K to a power of two included
 ROWS, EXPERTS = 16, 32
 
 

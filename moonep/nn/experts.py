@@ -31,7 +31,7 @@ def experts(
         pool: with projections gate [H, F], up [H, F], down [F, H]. Backward adds weight gradients to its
             `compact_grad`, if it was made with `grads=True`.
         plan: of the dispatch that brought the rows.
-        hidden: [C, H] the pool's dtype. Rows past the plan's last offset are not read.
+        hidden: [C, H] the pool's dtype. Rows past the plan's last offset have no influence.
         route_weights: [C] fp32.
         slot_set: which of the pool's slots hold this plan's redundant experts; filled again when they do not.
         rows_again: None: rows and activations are saved for backward. Else a function that brings `hidden` and
@@ -67,6 +67,11 @@ def _takes(operand: Tensor) -> bool:
     return operand.dtype in (torch.bfloat16, torch.float16, torch.float32) and aligned
 
 
+def rows_in_use(plan: Plan) -> int:
+    """Rows that the experts work on: those below the last offset; all C on a GPU, where knowing it means waiting."""
+    return plan.dims.C if plan.cu_seqlens.is_cuda else int(plan.cu_seqlens[-1])
+
+
 def _groups(offsets: Tensor) -> list[tuple[int, slice]]:
     """(group, its rows) of every group that has rows."""
     ends = offsets.tolist()
@@ -74,7 +79,15 @@ def _groups(offsets: Tensor) -> list[tuple[int, slice]]:
 
 
 def add_weight_grad(grad: Tensor, x: Tensor, grad_y: Tensor, offsets: Tensor) -> None:
-    """grad[g] += x[rows of g]^T grad_y[rows of g] in fp32; groups without rows are not touched."""
+    """grad[g] += x[rows of g]^T grad_y[rows of g]; groups without rows are not changed.
+
+    In fp32 on the CPU. On a GPU the product of a group is rounded to the operands' dtype before it is added.
+    """
+    if grad.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
+        product = F.grouped_mm(x.t(), grad_y, offs=offsets)
+        has_rows = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
+        grad += torch.where(has_rows[:, None, None], product, 0)
+        return
     for group, rows in _groups(offsets):
         grad[group].addmm_(x[rows].float().t(), grad_y[rows].float())
 
@@ -91,7 +104,7 @@ class _Experts(torch.autograd.Function):
         route_weights: Tensor,
     ) -> Tensor:
         weights, offsets = _weights(pool, plan, slot_set)
-        used = int(offsets[-1])
+        used = rows_in_use(plan)
         x, w = hidden[:used], route_weights[:used, None]
         gate, up = grouped_mm(x, weights["gate"], offsets), grouped_mm(x, weights["up"], offsets)
         out = torch.empty_like(hidden)
@@ -105,7 +118,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         pool, plan = ctx.pool, ctx.plan
         weights, offsets = _weights(pool, plan, ctx.slot_set)
-        used = int(offsets[-1])
+        used = rows_in_use(plan)
         if ctx.rows_again is None:
             x, route_weights, gate, up = ctx.saved_tensors
         else:

@@ -103,8 +103,10 @@ class MoE(nn.Module):
             timeout_s=timeout_s,
         )
         self.experts = nn.ParameterDict(self.pool.master)
-        self.shared = SharedExpert(hidden, shared_ffn) if shared_ffn else None
-        self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        device = self.pool.local["gate"].device
+        self.router.to(device)
+        self.shared = SharedExpert(hidden, shared_ffn).to(device) if shared_ffn else None
+        self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
         self.plan: Plan | None = None
         self.aux_loss: Tensor | None = None
         self.reset_parameters(seed)
@@ -113,7 +115,7 @@ class MoE(nn.Module):
     def reset_parameters(self, seed: int) -> None:
         """Normal weights of variance 1 / fan-in (router: 0.02 standard deviation), the same for any number of ranks."""
         generator = torch.Generator().manual_seed(seed)
-        nn.init.normal_(self.router.weight, std=0.02, generator=generator)
+        self.router.weight.copy_(torch.empty(self.router.weight.shape).normal_(0, 0.02, generator=generator))
         for parameter in self.experts.values():
             one = torch.empty(parameter.shape[1:])
             for e in range(self.pool.E):
@@ -122,7 +124,8 @@ class MoE(nn.Module):
                     parameter[e % self.pool.L].copy_(one)
         if self.shared is not None:
             for linear in (self.shared.gate, self.shared.up, self.shared.down):
-                nn.init.normal_(linear.weight, std=1 / math.sqrt(linear.in_features), generator=generator)
+                scale = 1 / math.sqrt(linear.in_features)
+                linear.weight.copy_(torch.empty(linear.weight.shape).normal_(0, scale, generator=generator))
         self.pool.sync()
 
     def forward(self, x: Tensor) -> Tensor:

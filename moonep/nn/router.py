@@ -70,7 +70,11 @@ class Router(nn.Module):
         if not len(scores):
             return scores.sum()
         E = scores.shape[1]
-        share = torch.bincount(ids.flatten(), minlength=E) / ids.numel()
+        # Not bincount: on a GPU it waits for the device.
+        share = torch.zeros(E, device=ids.device).scatter_add_(
+            0, ids.flatten(), torch.ones_like(ids, dtype=torch.float).flatten()
+        )
+        share /= ids.numel()
         probability = (scores / scores.sum(-1, keepdim=True)).mean(0)
         return E * (share * probability).sum()
 
