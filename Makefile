@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format
+.PHONY: help venv demo test test-gpu lint format
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## create .venv with MoonEP (editable) and the development tools; PYTHON=python3.12 picks another Python
 
@@ -26,6 +26,9 @@ demo: venv  ## train a small MoE on a few CPU ranks and show the balance
 
 test: venv  ## run the whole test suite on CPU
 	$(BIN)/python -m pytest
+
+test-gpu:  ## run the contract on this machine's GPUs, with the python3 that is here
+	PYTHONPATH=. python3 -m pytest -m gpu
 
 lint: venv  ## check style, format and types
 	$(BIN)/ruff check .

@@ -11,10 +11,13 @@ import gc
 import math
 import os
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
+from random import Random
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from torch import Tensor
 from moonep import Buffer, ExpertPool, Plan, reference
 from moonep.dims import Dims
 from moonep.errors import PeerTimeout
+from moonep.memory.barrier import Barrier
 from moonep.plan import check_plan
 from moonep.planner import policy
 from moonep.testing.asserts import assert_equal, poisoned_allocators
@@ -304,6 +308,8 @@ def _gradients(buffer: Buffer, plan: Plan, pool: ExpertPool, given: Inputs) -> N
 
     for name in SHAPES:
         pool.full_grad[name][mine], pool.full_grad[name][d.E :] = given.own[name], given.slots[name]
+        # A weight-gradient kernel may write anything to the rows of other homes: nobody sees it.
+        pool.full_grad[name][: mine.start], pool.full_grad[name][mine.stop : d.E] = torch.nan, torch.nan
     full = {f"full_{name}_grad": tensor for name, tensor in pool.full_grad.items()}
     yield "reduce_full.event", buffer.reduce_grad(plan, async_finish=True, **full, **buffers).query()
     yield from reduced("reduce_full", pool.local_grad)
@@ -581,6 +587,118 @@ def test_reduction_loses_no_gradient(at):
         assert_equal(f"rank {r}: unused slots", rest[r][unused], slots[r][unused])
 
 
+# --------------------------------------------------------------------------------------------------- order of operations
+
+ROUNDS = 4
+
+
+def hurried_inputs(case: Case, d: Dims, rank: int, s: int, i: int) -> Inputs:
+    """Other inputs in every round."""
+    return Inputs.of(case, d, 100 * (i + 1) + rank, s, 0)
+
+
+@contextmanager
+def dawdling(seed: int) -> Iterator[None]:
+    """This rank is now and then late at a barrier, or slow to go on after one: so that missing barriers show."""
+    original, random = Barrier.wait, Random(seed)
+
+    def wait(barrier: Barrier) -> None:
+        time.sleep(random.choice([0.0, 0.0, 0.004]))
+        original(barrier)
+        time.sleep(random.choice([0.0, 0.0, 0.004]))
+
+    Barrier.wait = wait
+    try:
+        yield
+    finally:
+        Barrier.wait = original
+
+
+def run_hurried(backend: str, name: str, R: int, topk: Tensor, other: Tensor) -> dict[str, Any]:
+    """The same operation again and again, with nothing in between but what it does itself."""
+    with poisoned_allocators(), dawdling(dist.get_rank()):
+        return dict(hurried(backend, BY_NAME[name], R, topk, other))
+
+
+def hurried(backend: str, case: Case, R: int, topk: Tensor, other: Tensor) -> Named:
+    buffer = make_buffer(backend, case, R)
+    d, rank = buffer.dims, buffer.rank
+    pool = ExpertPool(SHAPES, d.E, d.B, torch.float32, grads=True, shared=False, backend=backend)
+    symmetric = pool.reduce_buffer["gate"]
+    plan = buffer.dispatch(torch.zeros(len(topk), d.H, dtype=case.dtype), None, topk)[3]
+    given = [hurried_inputs(case, d, rank, len(topk), i) for i in range(ROUNDS)]
+    results: list[tuple[str, Any]] = []
+    for i in range(ROUNDS):
+        ids = (topk, other)[i % 2]
+        new = hurried_inputs(case, d, rank, len(ids), i)
+        rows, weights, _, new_plan = buffer.dispatch(new.x, new.w, ids)
+        results += [*_plan(f"dispatch.{i}.plan", new_plan), *_arrived(f"dispatch.{i}", rows, weights, new_plan)]
+    for i in range(ROUNDS):
+        rows, weights, _, _ = buffer.dispatch(given[i].grad, given[i].grad_w, plan=plan)
+        results += _arrived(f"reuse.{i}", rows, weights, plan)
+    for i in range(ROUNDS):
+        y, y_w = only_real(given[i].y, plan), only_real(given[i].y_w, plan)
+        results += _combined(f"combine.{i}", buffer.combine(plan, y, y_w))
+    for i in range(ROUNDS):
+        buffer.prefetch_weight(plan, local_gate_weight=given[i].weights["gate"], gate_prefetch_buffer=symmetric)
+        used = plan.experts_to_copy[rank] >= 0
+        results.append((f"prefetch.{i}.gate", symmetric[rank][used].clone()))
+    for i in range(ROUNDS):
+        pool.compact_grad["gate"][: d.L], pool.compact_grad["gate"][d.L :] = (
+            given[i].own["gate"],
+            given[i].slots["gate"],
+        )
+        buffer.reduce(plan, pool)
+        results.append((f"reduce.{i}.own", pool.local_grad["gate"].clone()))
+    buffer.destroy()
+    yield from results
+
+
+def specify_hurried(name: str, R: int) -> list[dict[str, Any]]:
+    case, at = BY_NAME[name], routed(name, R)
+    expected: list[dict[str, Any]] = [{} for _ in at.plans]
+    for i in range(ROUNDS):
+        ids = (at.topk, at.other)[i % 2]
+        plans = at.plans if i % 2 == 0 else reference.make_plans(ids, at.d)
+        new = [hurried_inputs(case, at.d, r, len(ids[r]), i) for r in range(R)]
+        given = [hurried_inputs(case, at.d, r, len(at.topk[r]), i) for r in range(R)]
+        rows, weights = reference.dispatch(plans, [g.x for g in new], [g.w for g in new])
+        reused = reference.dispatch(at.plans, [g.grad for g in given], [g.grad_w for g in given])
+        outputs, back = reference.combine(at.plans, [g.y for g in given], [g.y_w for g in given])
+        slots = reference.prefetch(at.plans, [g.weights["gate"] for g in given])
+        grads, _ = reference.reduce_grad(at.plans, [g.own["gate"] for g in given], [g.slots["gate"] for g in given])
+        for r, plan in enumerate(plans):
+            used, reused_rows = int(plan.cu_seqlens[-1]), int(at.plans[r].cu_seqlens[-1])
+            held = [*slots[r].values()]
+            expected[r] |= {
+                **{f"dispatch.{i}.plan.{field}": getattr(plan, field) for field in PLAN_FIELDS},
+                f"dispatch.{i}.rows": rows[r][:used],
+                f"dispatch.{i}.weights": weights[r][:used],
+                f"reuse.{i}.rows": reused[0][r][:reused_rows],
+                f"reuse.{i}.weights": reused[1][r][:reused_rows],
+                f"combine.{i}.output": outputs[r],
+                f"combine.{i}.weights_back": back[r],
+                f"prefetch.{i}.gate": torch.stack(held) if held else torch.empty(0, *SHAPES["gate"]),
+                f"reduce.{i}.own": grads[r],
+            }
+    return expected
+
+
+@pytest.fixture(scope="module", params=[(backend, R) for backend in BACKENDS for R in (2, 4)], ids=str)
+def in_a_hurry(request, ranks) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    backend, R = request.param
+    name = "some-masked"
+    at = routed(name, R)
+    observed = ranks(R).run(run_hurried, backend, name, R, PerRank(at.topk), PerRank(at.other))
+    return observed, specify_hurried(name, R)
+
+
+@pytest.mark.parametrize("operation", ["dispatch", "reuse", "combine", "prefetch", "reduce"])
+def test_an_operation_can_follow_itself_at_once_although_some_ranks_are_slow(in_a_hurry, operation):
+    observed, expected = in_a_hurry
+    compare(observed, expected, (operation,))
+
+
 # ----------------------------------------------------------------------------------------- several of them in a process
 
 
@@ -732,6 +850,65 @@ def test_pools_of_equal_shapes_share_slots_and_nothing_else(ranks, backend):
         assert seen["all reduce buffers"] == [[20.0], [21.0]]
     assert first["serials"] == second["serials"] and len(set(first["serials"])) == 2
     assert first["new serial"] == second["new serial"] not in first["serials"]
+
+
+def refill_slots(backend: str, name: str, R: int, topk: Tensor, other: Tensor) -> dict[str, Any]:
+    """What the slots hold after prefetches for two plans, repeated, forced, and after weights changed."""
+    case = BY_NAME[name]
+    buffer = make_buffer(backend, case, R)
+    d, rank = buffer.dims, buffer.rank
+    pools = [ExpertPool(SHAPES, d.E, d.B, DTYPES, backend=backend) for _ in range(2)]
+    weights = [Inputs.of(case, d, rank + 10 * i, 0, 0).weights for i in range(3)]
+    for pool, weight in zip(pools, weights, strict=False):
+        pool.load_local(weight)
+    plans = [buffer.dispatch(torch.zeros(len(ids), d.H, dtype=case.dtype), None, ids)[3] for ids in (topk, other)]
+    slots = pools[0].full["gate"][d.E :]
+    held: dict[str, Tensor] = {}
+
+    def prefetch(label: str, plan: int, pool: int = 0, **options: Any) -> None:
+        buffer.prefetch(plans[plan], pools[pool], **options)
+        held[label] = slots.clone()
+
+    slots.fill_(torch.nan)
+    prefetch("plan 0", 0)
+    prefetch("plan 1", 1)
+    prefetch("plan 0 again", 0)
+    prefetch("pool 1", 0, pool=1)
+    prefetch("pool 0 again", 0)
+    slots.fill_(torch.nan)
+    prefetch("skipped", 0)
+    prefetch("forced", 0, force=True)
+    slots.fill_(torch.nan)
+    pools[0].load_local(weights[2])
+    buffer.barrier()
+    prefetch("new weights", 0)
+    buffer.destroy()
+    return held
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prefetch_copies_unless_the_slots_hold_the_plans_weights_already(ranks, backend):
+    name, R = "hot-home", 4
+    at, case = routed(name, R), BY_NAME[name]
+    plans = [at.plans, reference.make_plans(at.other, at.d)]
+    observed = ranks(R).run(refill_slots, backend, name, R, PerRank(at.topk), PerRank(at.other))
+    # label: (plan, whose weights); a slot that a plan does not use is left alone, so only used ones are compared
+    contents = {
+        "plan 0": (0, 0),
+        "plan 1": (1, 0),
+        "plan 0 again": (0, 0),
+        "pool 1": (0, 1),
+        "pool 0 again": (0, 0),
+        "forced": (0, 0),
+        "new weights": (0, 2),
+    }
+    for label, (plan, kind) in contents.items():
+        weights = [Inputs.of(case, at.d, r + 10 * kind, 0, 0).weights["gate"] for r in range(R)]
+        for r, held in enumerate(reference.prefetch(plans[plan], weights)):
+            assert held or r == 0 or plan
+            for slot, weight in held.items():
+                assert_equal(f"rank {r}: {label}: slot {slot}", observed[r][label][slot], weight)
+    assert all(held["skipped"].isnan().all() for held in observed)
 
 
 ODD_SHAPES = {"packed": (5, 3), "scale": (7,), "half": (2, 9), "scalar": (), "wide": (1, 3000)}
