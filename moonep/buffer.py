@@ -312,13 +312,13 @@ class Buffer:
         with self._operation("prefetch"):
             self._check_plan(plan)
             pulled, pushed = weight_forms(weights, self.dims, self._backend.device)
-            barrier, status = self._backend.barrier, self._backend.status
+            barrier = self._backend.barrier
             with self._backend.run(async_finish, [*weights.values(), *plan.tensors()]):
                 if pulled:
-                    move_weights(pulled, plan, status)
+                    move_weights(pulled, plan)
                 if pushed:
                     barrier.wait()  # peers have used what their slots held
-                    move_weights(pushed, plan, status)
+                    move_weights(pushed, plan)
                     barrier.wait()  # all slots are written
         return self._backend.event(async_finish)
 
@@ -380,9 +380,9 @@ class Buffer:
                 "a redundant expert without a slot has no place for its gradient"
             )
         self._backend.barrier.wait()  # peers have written the gradients of their slots
-        add_gradients(reductions, plan, self._backend.status)
+        add_gradients(reductions, plan)
         self._backend.barrier.wait()  # peers have read this rank's slots
-        clear_gradients(reductions, plan, self._backend.status)
+        clear_gradients(reductions, plan)
 
     def barrier(self) -> None:
         """Wait for all ranks (on CUDA: the stream waits). What a rank wrote before is visible to all after it."""
@@ -405,9 +405,13 @@ class Buffer:
         """
         if self._broken is not None:
             raise self._broken.again()
-        if self._backend.device.type == "cuda":
-            torch.cuda.synchronize(self._backend.device)
-        self._backend.barrier.check()
+        self._check_live("check")
+        self._backend.synchronize()
+        try:
+            self._backend.barrier.check()
+        except PeerError as error:
+            self._broken = error.again()
+            raise
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds, by region, and their sum `total`. Symmetric: peers can reach all of them."""
@@ -424,7 +428,10 @@ class Buffer:
         try:
             if self._broken is None:
                 with self._operation("destroy"):
-                    self._backend.barrier.wait()
+                    with self._backend.run(False, []):
+                        self._backend.barrier.wait()
+                    self._backend.synchronize()
+                    self._backend.barrier.check()
         finally:
             self.destroyed = True
             del self._backend

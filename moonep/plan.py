@@ -48,6 +48,8 @@ class Plan:
         dst: [s * K] int32, `rank * C + row` for the first assignment of a token on a rank, `-(that) - 1` for its
             duplicates there, INT32_MIN if masked.
         links: [C] int32, for each row that arrives here: see LINK_LAST. Rows past the last offset hold 0.
+        status: [1] int32 of the GPU Buffer that made it: what kernels do with the plan, they do only while it is 0,
+            for else the plan may not have been made. None: torch does it.
         key: identity of the planned routing; a clone has the same.
     """
 
@@ -62,6 +64,7 @@ class Plan:
     remote_stats: Tensor
     dst: Tensor
     links: Tensor
+    status: Tensor | None = None
     key: int = field(default_factory=lambda: next(_plan_ids))
 
     @property
@@ -91,7 +94,7 @@ class Plan:
 
     def _named_tensors(self) -> dict[str, Tensor]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: v for name, v in values.items() if isinstance(v, Tensor)}
+        return {name: v for name, v in values.items() if isinstance(v, Tensor) and name != "status"}
 
     def destinations(self) -> tuple[Tensor, Tensor, Tensor]:
         """Decode `dst`.

@@ -156,7 +156,6 @@ class ExpertPool:
             name, _ = backends.choose(backend)
             self._memory = backends.open_memory(name)
             self._set_sizes(E, B, shapes, dtype, master)
-            self._status = None if name == "cpu" else torch.zeros(1, dtype=torch.int32, device=self._memory.device)
             names = {p.name: [list(p.shape), str(p.dtype)] for p in self.projections}
             same = {"E": E, "B": self.B, "shapes": names, "grads": grads, "slot_sets": slot_sets, "shared": shared}
             found.extend(peers.shared.get(self._slots_key(p, i, shared)) for p, i in self._all_slots())
@@ -358,7 +357,7 @@ class ExpertPool:
             for name in stale:
                 self._slots[slot_set][name].holder = None
             full = [self._views[slot_set][name].full for name in stale]
-            move_weights([SlotWeights(f, f[self.E :]) for f in full], plan, self._status)
+            move_weights([SlotWeights(f, f[self.E :]) for f in full], plan)
             for name in stale:
                 self._slots[slot_set][name].holder = holder
 

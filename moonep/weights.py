@@ -42,21 +42,20 @@ class SlotReduction:
     slots: Tensor
 
 
-def move_weights(moves: Sequence[SlotWeights], plan: Plan, status: Tensor | None) -> None:
+def move_weights(moves: Sequence[SlotWeights], plan: Plan) -> None:
     """Copy weights into slots: all of them pulled, or all pushed.
 
     Args:
         moves: the projections.
         plan: says which slot holds which expert.
-        status: None: torch copies. Else a kernel does, unless the status word is set.
     """
     d = plan.dims
-    if status is not None:
+    if plan.status is not None:
         from moonep.kernels import weights as kernels
 
         push = moves[0].pushed
         table = kernels.weights_table([m.weights for m in moves], [m.slots for m in moves], push)
-        kernels.fill_slots(table, plan.experts_to_copy, status, plan.rank, d.L, push)
+        kernels.fill_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, push)
         return
     for r, b, e in _used_slots(plan):
         for move in moves:
@@ -66,16 +65,16 @@ def move_weights(moves: Sequence[SlotWeights], plan: Plan, status: Tensor | None
                 move.slots[b].copy_(move.weights[e])
 
 
-def add_gradients(reductions: Sequence[SlotReduction], plan: Plan, status: Tensor | None) -> None:
+def add_gradients(reductions: Sequence[SlotReduction], plan: Plan) -> None:
     """Add the slots that hold own experts to their gradients: ascending (rank, slot), in fp32, rounded once."""
     d = plan.dims
-    if status is not None:
+    if plan.status is not None:
         from moonep.kernels import weights as kernels
 
         for dtype in {r.own.dtype for r in reductions}:
             some = [r for r in reductions if r.own.dtype == dtype]
             table = kernels.gradients_table([r.own for r in some], [r.slots for r in some])
-            kernels.add_slots(table, plan.experts_to_copy, status, plan.rank, d.L, dtype)
+            kernels.add_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, dtype)
         return
     for reduction in reductions:
         sums: dict[int, Tensor] = {}
@@ -89,13 +88,13 @@ def add_gradients(reductions: Sequence[SlotReduction], plan: Plan, status: Tenso
                 reduction.own[e % d.L].copy_(total)
 
 
-def clear_gradients(reductions: Sequence[SlotReduction], plan: Plan, status: Tensor | None) -> None:
+def clear_gradients(reductions: Sequence[SlotReduction], plan: Plan) -> None:
     """Zero the slots of this rank that were read."""
-    if status is not None:
+    if plan.status is not None:
         from moonep.kernels import weights as kernels
 
         table = kernels.gradients_table([r.own for r in reductions], [r.slots for r in reductions])
-        kernels.clear_slots(table, plan.experts_to_copy, status, plan.rank)
+        kernels.clear_slots(table, plan.experts_to_copy, plan.status, plan.rank)
         return
     for r, b, _ in _used_slots(plan):
         if r == plan.rank:

@@ -587,7 +587,7 @@ def test_reduction_loses_no_gradient(at):
         assert_equal(f"rank {r}: unused slots", rest[r][unused], slots[r][unused])
 
 
-# --------------------------------------------------------------------------------------------------- order of operations
+# ------------------------------------------------------------------------------------------------ order of operations
 
 ROUNDS = 4
 
@@ -879,6 +879,7 @@ def refill_slots(backend: str, name: str, R: int, topk: Tensor, other: Tensor) -
     prefetch("skipped", 0)
     prefetch("forced", 0, force=True)
     slots.fill_(torch.nan)
+    buffer.barrier()  # peers have read the old weights
     pools[0].load_local(weights[2])
     buffer.barrier()
     prefetch("new weights", 0)

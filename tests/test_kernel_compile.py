@@ -37,11 +37,11 @@ def all_launches(d: Dims, dtype: torch.dtype) -> list[Launch]:
         backend.copy_rows(backend.forward, plan)
         backend.combine(plan, torch.zeros(d.C, d.H, dtype=dtype), torch.zeros(d.C), sync=True)
         backend.barrier.refuse("bad")
-        move_weights([SlotWeights(full, full[d.E :])], plan, backend.status)
-        move_weights([SlotWeights(own.bfloat16(), slots_bf16, pushed=True)], plan, backend.status)
+        move_weights([SlotWeights(full, full[d.E :])], plan)
+        move_weights([SlotWeights(own.bfloat16(), slots_bf16, pushed=True)], plan)
         for gradient in (own, own.bfloat16()):
-            add_gradients([SlotReduction(gradient, slots)], plan, backend.status)
-        clear_gradients([SlotReduction(own, slots)], plan, backend.status)
+            add_gradients([SlotReduction(gradient, slots)], plan)
+        clear_gradients([SlotReduction(own, slots)], plan)
     return launches
 
 

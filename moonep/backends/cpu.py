@@ -42,7 +42,6 @@ class CpuBackend:
 
     name = "cpu"
     device = torch.device("cpu")
-    status: Tensor | None = None  # torch moves the weights, not kernels
 
     def __init__(self, dims: Dims, dtype: torch.dtype, peers: Peers, timeout_s: float):
         d = self.dims = dims
@@ -76,6 +75,9 @@ class CpuBackend:
     def run(self, async_finish: bool, tensors: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
         """Operations run at once."""
         yield []
+
+    def synchronize(self) -> None:
+        """All operations have been done when they return."""
 
     def event(self, async_finish: bool) -> CompletedEvent | None:
         """An event of the operation that has just run."""
@@ -173,10 +175,9 @@ class CpuBackend:
         region.touch()
         region.rows[padding] = 0
         region.weights[padding] = 0
-        words = hidden_sH.view(torch.int64)
         for r in range(self.dims.R):
             token, k = (rank_sK == r).nonzero(as_tuple=True)
-            region.rows_of[r].view(torch.int64).index_copy_(0, row_sK[token, k], words[token])
+            region.rows_of[r].index_copy_(0, row_sK[token, k], hidden_sH[token])
         if weights_sK is not None:
             self._scatter(region.weights_of, weights_sK, rank_sK, row_sK)
 

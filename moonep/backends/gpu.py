@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moonep.backends.cpu import CompletedEvent
 from moonep.backends.regions import RowRegion, row_regions
-from moonep.dims import Dims
+from moonep.dims import ROW_ALIGNMENT_BYTES, Dims
 from moonep.errors import PeerError, PeerTimeout
 from moonep.kernels import barrier as barriers
 from moonep.kernels import combine, dispatch, interpreting, load, rows, solve
@@ -192,6 +192,11 @@ class GpuBackend:
             stream.wait_stream(self._last[0])
         self._last = (stream, capturing)
 
+    def synchronize(self) -> None:
+        """Wait for all operations so far."""
+        if self.stream is not None:
+            torch.cuda.synchronize(self.device)
+
     def event(self, async_finish: bool) -> CompletedEvent | torch.cuda.Event | None:
         """An event of the operation that has just been enqueued."""
         if not async_finish:
@@ -231,6 +236,7 @@ class GpuBackend:
             remote_stats=made.remote_stats,
             dst=made.dst,
             links=own_links,
+            status=self.status,
         )
 
     def dispatch_with_plan(self, plan: Plan, hidden_sH: Tensor, weights_sK: Tensor | None, sync: bool) -> None:
@@ -256,7 +262,7 @@ class GpuBackend:
         stride = rows_stride * rows_0.itemsize // words.itemsize
         weights_0, weights_stride = self._of(f"{region.name}_weights")
         dispatch.send_rows(
-            hidden_sH.view(torch.int32), weights_sK, dst, fill, self.status, words, stride, weights_0, weights_stride,
+            _aligned(hidden_sH).view(torch.int32), weights_sK, dst, fill, self.status, words, stride, weights_0, weights_stride,
             links, self.rank, self.dims.K, self.dims.C, self.programs,
         )  # fmt: skip
 
@@ -271,7 +277,7 @@ class GpuBackend:
         if sync:
             self.barrier.wait()  # everybody has read its staging, and gathered the route weights
         combine.push_partials(
-            hidden_CH, plan.links, plan.cu_seqlens, self.status, *self._of("staging"), d.S * d.W, self.programs,
+            _aligned(hidden_CH), plan.links, plan.cu_seqlens, self.status, *self._of("staging"), d.S * d.W, self.programs,
         )  # fmt: skip
         if weights_C is not None and weights_C.data_ptr() != self.gradient.weights.data_ptr():
             self.gradient.weights.copy_(weights_C)
@@ -296,3 +302,8 @@ class GpuBackend:
     def copy_weights(self, region: RowRegion, plan: Plan) -> Tensor:
         """The region's route weights in a tensor of their own; those past the last offset are undefined."""
         return region.weights.clone()
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The rows, at an address that 16 divides: kernels move 16 bytes at a time."""
+    return rows if rows.data_ptr() % ROW_ALIGNMENT_BYTES == 0 else rows.clone()
