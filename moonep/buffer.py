@@ -91,10 +91,13 @@ class Buffer:
         timeout_s: float = 60.0,
         domains: Any = None,
     ):
-        peers = Peers.of(group, num_ep_ranks)
+        peers = Peers.of(group, alone=num_ep_ranks == 1)
         sizes: list[Dims] = []
 
         def check() -> dict[str, Any]:
+            if num_ep_ranks != peers.size:
+                given = f"a group of {peers.size}" if peers.group else "no process group (see torch.distributed)"
+                raise ValueError(f"num_ep_ranks: given {num_ep_ranks} with {given}, expected the size of the group")
             if dtype not in PAYLOAD_DTYPES:
                 raise ValueError(f"dtype: given {dtype}, expected one of {', '.join(map(str, PAYLOAD_DTYPES))}")
             if domains is not None:
@@ -255,7 +258,10 @@ class Buffer:
 
     @property
     def router_weight_buffer_view(self) -> Tensor:
-        """[C] float32: route weights (or their gradients), for `combine(router_weights_zero_copy=True)`."""
+        """[C] float32: route weights (or their gradients), for `combine(router_weights_zero_copy=True)`.
+
+        Peers gather from it until they have returned from combine: write it after the dispatch that comes next.
+        """
         self._check_live("router_weight_buffer_view")
         return self._backend.gradient.weights
 

@@ -202,6 +202,8 @@ def check_plan(plan: Plan | Sequence[Plan]) -> list[str]:
     found: set[str] = set()
     for p in plans:
         found |= _check_allocation(p) | _check_groups(p) | _check_rows(p)
+    if any((p.destinations()[0] >= p.dims.R).any() for p in plans):
+        return sorted(found | {"I6"})  # rows that no buffer has: nothing further can be said of them
     if whole:
         found |= _check_bijection(plans) | _check_order(plans) | _check_links(plans)
     return sorted(found)

@@ -145,6 +145,7 @@ class ExpertPool:
         timeout_s: float = 60.0,
     ):
         peers = self._peers = Peers.of(group)
+        self.group = peers.group
         self._timeout_s = timeout_s
         self._id = next(_pool_ids)
         self.E, self.R, self.rank = E, peers.size, peers.rank

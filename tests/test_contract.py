@@ -12,9 +12,9 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import zip_longest
 from random import Random
@@ -33,9 +33,13 @@ from moonep.plan import check_plan
 from moonep.planner import policy
 from moonep.testing.asserts import assert_equal, poisoned_allocators
 from moonep.testing.cases import BY_NAME, CASES, Case, popular
-from moonep.testing.ranks import PerRank, RankDied
+from moonep.testing.ranks import PerRank, RankDied, Ranks
 
 BACKENDS = ("cpu",)
+NO_GPU = "no CUDA device: the cuda backend is not run here"
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU))
+# A GPU runs what asks the backend for results; the rest of this file looks into CPU processes.
+DEVICE_BACKENDS = ("cpu", pytest.param("cuda", marks=ON_GPU))
 SHAPES = {"gate": (4, 8), "up": (24,)}
 DTYPES = {"gate": torch.float32, "up": torch.bfloat16}
 PLAN_FIELDS = ("load", "alloc", "experts_to_copy", "cu_seqlens", "zero_fill_ranges", "remote_stats", "dst", "links")
@@ -46,6 +50,7 @@ PARTS += ("prefetch", "prefetch_full", "prefetch_pushed", "home", "reduce", "red
 
 SIZED = [(case, R) for case in CASES for R in case.ranks]
 SIZED_IDS = [f"{case.name}-R{R}" for case, R in SIZED]
+CPU = torch.device("cpu")
 
 
 # ------------------------------------------------------------------------------------------------------------- inputs
@@ -73,6 +78,10 @@ class Inputs:
     own: dict[str, Tensor]
     slots: dict[str, Tensor]
 
+    def to(self, device: torch.device) -> Inputs:
+        """The same on a device."""
+        return Inputs(**{f.name: on_device(getattr(self, f.name), device) for f in fields(self)})
+
     @staticmethod
     def of(case: Case, d: Dims, rank: int, s: int, other_s: int) -> Inputs:
         generator = torch.Generator().manual_seed(rank)
@@ -93,6 +102,29 @@ class Inputs:
             own={name: draw(d.L, *shape) for name, shape in SHAPES.items()},
             slots={name: draw(d.B, *shape) for name, shape in SHAPES.items()},
         )
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Tensors, also in dictionaries and tuples, moved to a device; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: on_device(item, device) for key, item in value.items()}
+    return tuple(on_device(item, device) for item in value) if isinstance(value, tuple) else value
+
+
+def use_device(backend: str) -> torch.device:
+    """This rank's device."""
+    if backend != "cuda":
+        return torch.device("cpu")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def finished(event: Any) -> bool:
+    """Whether the event has happened once the host has waited for it."""
+    event.synchronize()
+    return event.query()
 
 
 def _with_specials(tensor: Tensor) -> Tensor:
@@ -123,8 +155,9 @@ Named = Iterator[tuple[str, Any]]
 
 def run_case(backend: str, name: str, R: int, topk: Tensor, other: Tensor) -> dict[str, Any]:
     """All steps of a case on this rank."""
+    topks = on_device((topk, other), use_device(backend))
     with poisoned_allocators():
-        return dict(steps(backend, BY_NAME[name], R, topk, other))
+        return {key: on_device(value, CPU) for key, value in steps(backend, BY_NAME[name], R, *topks)}
 
 
 def make_buffer(backend: str, case: Case, R: int, group: dist.ProcessGroup | None = None) -> Buffer:
@@ -150,7 +183,7 @@ def steps(
 ) -> Named:
     buffer = make_buffer(backend, case, R, group)
     d = buffer.dims
-    given = Inputs.of(case, d, buffer.rank, len(topk), len(other))
+    given = Inputs.of(case, d, buffer.rank, len(topk), len(other)).to(topk.device)
     # A call without tokens gives views of the forward region to fill with NaN.
     nothing = buffer.dispatch(given.x[:0], given.w[:0], topk[:0], zero_copy=True, router_weights_zero_copy=True)
     yield "nothing.cu_seqlens", nothing[2]
@@ -210,7 +243,7 @@ def _combined(prefix: str, result: tuple[Tensor, Tensor | None, Any], event: boo
     output, weights, done = result
     yield f"{prefix}.output", output
     yield f"{prefix}.weights_back", weights
-    yield f"{prefix}.event", (done is not None and done.query()) if event else done
+    yield f"{prefix}.event", (done is not None and finished(done)) if event else done
 
 
 def _zero_copy(buffer: Buffer, given: Inputs, topk: Tensor, regions: list[Tensor]) -> Named:
@@ -235,7 +268,7 @@ def _other_forms(buffer: Buffer, given: Inputs, topk: Tensor) -> Named:
     flat = topk.long().flatten()
     rows, weights, _, plan, event = buffer.dispatch(given.x, None, flat, counts, async_finish=True)
     event.wait()
-    yield "forms.event", event.query()
+    yield "forms.event", finished(event)
     yield from _plan("forms.plan", plan)
     yield from _arrived("forms", rows, weights, plan)
     result = buffer.combine(plan, only_real(given.y, plan), only_real(given.y_w, plan), async_finish=True)
@@ -246,7 +279,7 @@ def _other_forms(buffer: Buffer, given: Inputs, topk: Tensor) -> Named:
     rows, weights, _, _, event = buffer.dispatch(
         given.grad, given.grad_w, plan=plan, async_finish=True, inter_rank_sync=False
     )
-    yield "unsynced.arrived", event.query()
+    yield "unsynced.arrived", finished(event)
     yield from _arrived("unsynced", rows, weights, plan)
     buffer.barrier()
     yield from _combined("unsynced", buffer.combine(plan, only_real(given.y2, plan), inter_rank_sync=False))
@@ -258,7 +291,7 @@ def _weights(backend: str, buffer: Buffer, plan: Plan, given: Inputs, group: dis
     settings = {"group": group, "backend": backend, "shared": False, "timeout_s": 30.0}
     pool = ExpertPool(SHAPES, d.E, d.B, DTYPES, grads=grads, **settings)
     # A symmetric [R, B, ...] tensor of our own, for the form that pushes weights: another pool's reduce buffer.
-    symmetric = torch.empty(d.R, 0, *SHAPES["gate"])
+    symmetric = torch.empty(d.R, 0, *SHAPES["gate"], device=given.x.device)
     if d.B:
         symmetric = ExpertPool(SHAPES, d.R, d.B, torch.float32, grads=True, **settings).reduce_buffer["gate"]
     pool.load_local(given.weights)
@@ -281,7 +314,7 @@ def _weights(backend: str, buffer: Buffer, plan: Plan, given: Inputs, group: dis
         yield f"home.compact.{name}", pool.compact[name][: d.L].clone()
     empty_slots()
     full = {f"full_{name}_weight": tensor for name, tensor in pool.full.items()}
-    yield "prefetch_full.event", buffer.prefetch_weight(plan, async_finish=True, **full).query()
+    yield "prefetch_full.event", finished(buffer.prefetch_weight(plan, async_finish=True, **full))
     yield from filled("prefetch_full")
     symmetric[rank] = torch.nan
     buffer.prefetch_weight(plan, local_gate_weight=pool.local["gate"], gate_prefetch_buffer=symmetric)
@@ -311,7 +344,7 @@ def _gradients(buffer: Buffer, plan: Plan, pool: ExpertPool, given: Inputs) -> N
         # A weight-gradient kernel may write anything to the rows of other homes: nobody sees it.
         pool.full_grad[name][: mine.start], pool.full_grad[name][mine.stop : d.E] = torch.nan, torch.nan
     full = {f"full_{name}_grad": tensor for name, tensor in pool.full_grad.items()}
-    yield "reduce_full.event", buffer.reduce_grad(plan, async_finish=True, **full, **buffers).query()
+    yield "reduce_full.event", finished(buffer.reduce_grad(plan, async_finish=True, **full, **buffers))
     yield from reduced("reduce_full", pool.local_grad)
 
     own = {name: tensor.to(DTYPES[name]) for name, tensor in given.own.items()}
@@ -456,8 +489,10 @@ def equal_by_name(name: str, got: Any, want: Any) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[(backend, case.name, R) for backend in BACKENDS for case, R in SIZED],
-    ids=[f"{backend}-{sized}" for backend in BACKENDS for sized in SIZED_IDS],
+    params=[
+        *[pytest.param(("cpu", case.name, R), id=f"cpu-{case.name}-R{R}") for case, R in SIZED],
+        *[pytest.param(("cuda", case.name, R), id=f"cuda-{case.name}-R{R}", marks=ON_GPU) for case, R in SIZED],
+    ],
 )
 def ran(request, ranks) -> Comparison:
     backend, name, R = request.param
@@ -714,21 +749,24 @@ def interleave(*runs: Named) -> list[dict[str, Any]]:
 def run_interleaved(
     backend: str, R: int, names: list[str], routings: list[tuple[Tensor, Tensor]]
 ) -> list[dict[str, Any]]:
+    device = use_device(backend)
     with poisoned_allocators():
         cases = zip(names, routings, strict=True)
-        return interleave(*(steps(backend, BY_NAME[name], R, *topks) for name, topks in cases))
+        runs = (steps(backend, BY_NAME[name], R, *on_device(topks, device)) for name, topks in cases)
+        return [on_device(results, CPU) for results in interleave(*runs)]
 
 
 def run_halves(backend: str, world: str, halves: list[str], worlds: tuple, mine: tuple) -> list[dict[str, Any]]:
     """A Buffer over all four ranks, and one over each half, at once."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half = dist.get_rank() // 2
+    mine, worlds = on_device((mine, worlds), use_device(backend))
     with poisoned_allocators():
         runs = [
             steps(backend, BY_NAME[halves[half]], 2, *mine, group=groups[half]),
             steps(backend, BY_NAME[world], 4, *worlds),
         ]
-        results = interleave(*runs)
+        results = [on_device(named, CPU) for named in interleave(*runs)]
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
@@ -740,7 +778,7 @@ def routings_of(name: str, R: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(at.topk, at.other, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", DEVICE_BACKENDS)
 @pytest.mark.parametrize("R", [2, 4])
 def test_two_buffers_interleaved_do_not_disturb_each_other(ranks, backend, R):
     names = ["hot-home", "some-masked"]
@@ -750,7 +788,7 @@ def test_two_buffers_interleaved_do_not_disturb_each_other(ranks, backend, R):
         compare([results[i] for results in observed], specify(name, R), PARTS)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", DEVICE_BACKENDS)
 def test_halves_of_a_world_work_beside_each_other_and_beside_the_whole(ranks, backend):
     halves, world = ["hot-home", "ragged"], "extreme-skew"
     mine = [*routings_of(halves[0], 2), *routings_of(halves[1], 2)]
@@ -758,6 +796,37 @@ def test_halves_of_a_world_work_beside_each_other_and_beside_the_whole(ranks, ba
     compare([results[1] for results in observed], specify(world, 4), PARTS)
     for half, name in enumerate(halves):
         compare([results[0] for results in observed[2 * half : 2 * half + 2]], specify(name, 2), PARTS)
+
+
+# ------------------------------------------------------------------------------------------- kernels without a GPU
+
+# Small ones of each kind: the interpreter takes seconds for what a GPU does in microseconds.
+INTERPRETED = [
+    ("one-token", 3),
+    ("odd-sizes", 2),
+    ("one-expert-odd", 2),  # fewer slots than redundant experts
+]
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks whose Triton kernels run in the interpreter, on shared memory of the host."""
+    started: dict[int, Ranks] = {}
+
+    def of(R: int) -> Ranks:
+        return started.setdefault(R, Ranks(R, env={"TRITON_INTERPRET": "1"}, timeout_s=240.0))
+
+    yield of
+    for world in started.values():
+        world.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "R"), INTERPRETED)
+def test_kernels_in_the_interpreter_do_what_the_reference_says(interpreters, name, R):
+    at = routed(name, R)
+    observed = interpreters(R).run(run_case, "interpreter", name, R, PerRank(at.topk), PerRank(at.other))
+    compare(observed, specify(name, R), PARTS)
 
 
 # ------------------------------------------------------------------------------------------------------- odd arguments
@@ -768,10 +837,11 @@ def at_odd_addresses(tensor: Tensor) -> Tensor:
     return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
 
 
-def use_odd_addresses(backend: str, name: str, R: int, topk: Tensor) -> dict[str, Any]:
-    case = BY_NAME[name]
+def use_odd_addresses(backend: str, name: str, R: int, topk: Tensor, other: Tensor) -> dict[str, Any]:
+    case, device = BY_NAME[name], use_device(backend)
+    topk = topk.to(device)
     buffer = make_buffer(backend, case, R)
-    given = Inputs.of(case, buffer.dims, buffer.rank, len(topk), 0)
+    given = Inputs.of(case, buffer.dims, buffer.rank, len(topk), len(other)).to(device)
     x, w, grad, y, y_w = map(at_odd_addresses, (given.x, given.w, given.grad, given.y, given.y_w))
     assert x.is_contiguous() and x.data_ptr() % 16
     rows, weights, _, plan = buffer.dispatch(x, w, at_odd_addresses(topk))
@@ -779,14 +849,15 @@ def use_odd_addresses(backend: str, name: str, R: int, topk: Tensor) -> dict[str
     results |= _combined("fresh", buffer.combine(plan, y, y_w))
     results |= _arrived("reuse", buffer.dispatch(grad, plan=plan)[0], None, plan)
     buffer.destroy()
-    return results
+    return on_device(results, CPU)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", DEVICE_BACKENDS)
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
 def test_contiguous_tensors_may_begin_at_any_address(ranks, backend, name):
     R = 2
-    observed = ranks(R).run(use_odd_addresses, backend, name, R, PerRank(routed(name, R).topk))
+    at = routed(name, R)
+    observed = ranks(R).run(use_odd_addresses, backend, name, R, PerRank(at.topk), PerRank(at.other))
     for got, want in zip(observed, specify(name, R), strict=True):
         for key in ("fresh.rows", "fresh.weights", "fresh.output", "fresh.weights_back", "reuse.rows"):
             equal_by_name(key, got[key], want[key])

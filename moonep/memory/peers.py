@@ -37,32 +37,36 @@ class Peers:
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
-        self.group = group
+        self._group = None if group is None else weakref.ref(group)
+        self.name = "" if group is None else group.group_name
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.updates = 0
         self.shared: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self.exchanges = 0
 
-    @staticmethod
-    def of(group: dist.ProcessGroup | None, num_ranks: int | None = None) -> Peers:
-        """The Peers of a group, one object a group; None means all ranks, or this process alone when there are none.
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None: this process alone. Held weakly: it goes when its users let go of it."""
+        return None if self._group is None else self._group()
 
-        Raises:
-            ValueError: `num_ranks` is given and the group has another size.
+    @staticmethod
+    def of(group: dist.ProcessGroup | None, alone: bool = False) -> Peers:
+        """The Peers of a group, one object a group.
+
+        Args:
+            group: None: all ranks, or this process alone when there are none.
+            alone: None means this process alone in any case.
         """
-        if group is None and dist.is_available() and dist.is_initialized() and num_ranks != 1:
+        if group is None and dist.is_available() and dist.is_initialized() and not alone:
             group = dist.group.WORLD
         if group is None:
-            peers = _alone
-        else:
-            if dist.get_rank(group) < 0:
-                raise ValueError("group: given a process group without this rank, expected one that contains it")
-            peers = _by_group.setdefault(group, Peers(group))
-        if num_ranks is not None and num_ranks != peers.size:
-            given = f"a group of {peers.size}" if group else "no process group (is torch.distributed initialised?)"
-            raise ValueError(f"num_ep_ranks: given {num_ranks} with {given}, expected the size of the group")
-        return peers
+            return _alone
+        if dist.get_rank(group) < 0:
+            raise ValueError("group: given a process group without this rank, expected one that contains it")
+        if group not in _by_group:
+            _by_group[group] = Peers(group)
+        return _by_group[group]
 
     def all_gather(self, payload: bytes, operation: str, timeout_s: float, step: str = "") -> list[bytes]:
         """Every rank's payload, in rank order.
@@ -80,7 +84,7 @@ class Peers:
         if self.size == 1:
             return [payload]
         store = dist.distributed_c10d._get_default_store()
-        prefix = f"moonep/{self.group.group_name}/{self.exchanges}/{operation}/{step}"  # type: ignore[union-attr]
+        prefix = f"moonep/{self.name}/{self.exchanges}/{operation}/{step}"
         store.set(f"{prefix}/{self.rank}", payload)  # type: ignore[arg-type]
         deadline = time.monotonic() + timeout_s
         gathered = []

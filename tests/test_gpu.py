@@ -1,0 +1,270 @@
+"""What only a GPU can show: no host syncs, graphs, memory that goes back, a lost peer that leaves the context alive.
+
+The contract itself runs on the cuda backend in `test_contract`. Ranks share GPUs when there are fewer of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moonep import Buffer, ExpertPool, PeerError, PeerTimeout
+from moonep.nn import MoE
+from moonep.testing import dense_moe
+from moonep.testing.asserts import assert_equal
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the cuda backend is not run here"),
+]
+
+H, F, L, K, S = 256, 128, 4, 2, 192
+PROJECTIONS = ("gate", "up", "down")
+
+
+def use_gpu() -> torch.device:
+    """This rank's GPU."""
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def make_layer(seed: int = 3, **options: Any) -> MoE:
+    layer = MoE(H, F, L * dist.get_world_size(), K, max_tokens=S, token_padding=8, seed=seed, timeout_s=20.0, **options)
+    with torch.no_grad():
+        layer.router.weight.mul_(20)
+    return layer
+
+
+def batch(seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randn(S, H, generator=generator).to(device)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def gather(tensor: Tensor) -> list[Tensor]:
+    """The tensor of every rank, on the CPU."""
+    parts = [torch.empty(tensor.shape) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.detach().float().cpu().contiguous())
+    return parts
+
+
+def compare_with_dense(save: str) -> dict[str, float]:
+    device, rank = use_gpu(), dist.get_rank()
+    layer = make_layer(save=save)
+    x, grad = batch(1, device).bfloat16().float().requires_grad_(), batch(2, device).bfloat16().float()
+    y = layer(x)
+    y.backward(grad)
+    weights = {n: torch.cat(gather(layer.pool.local[n])).requires_grad_() for n in PROJECTIONS}
+    router = layer.router.weight.detach().cpu()
+    xs, grads = gather(x), gather(grad)
+    outputs = []
+    for t in xs:
+        t.requires_grad_()
+        scores = (t @ router.t()).softmax(-1)
+        ids = layer_ids(layer, t)
+        route = scores.gather(1, ids)
+        outputs.append(dense_moe(t, ids, route / route.sum(-1, keepdim=True), *(weights[n] for n in PROJECTIONS)))
+    torch.autograd.backward(outputs, grads)
+    errors = {"y": relative(y.cpu(), outputs[rank]), "dx": relative(x.grad.cpu(), xs[rank].grad)}
+    for n in PROJECTIONS:
+        errors[n] = relative(layer.experts[n].grad.cpu(), weights[n].grad[rank * L : (rank + 1) * L])
+    errors["redundant"] = sum(layer.plan.stats().host()["redundant_experts"])
+    return errors
+
+
+def layer_ids(layer: MoE, x: Tensor) -> Tensor:
+    """The experts that the layer's router chooses, as computed on the GPU."""
+    with torch.no_grad():
+        return layer.router(x.detach().to(layer.router.weight.device)).topk_experts.cpu()
+
+
+@pytest.mark.parametrize("R", [2, 4])
+@pytest.mark.parametrize("save", ["rows", "tokens"])
+def test_moe_is_dense_within_bf16_rounding(ranks, R, save):
+    for errors in ranks(R).run(compare_with_dense, save):
+        assert errors.pop("redundant") > 0
+        assert max(errors.values()) < 0.02, errors
+
+
+def train_without_syncs() -> bool:
+    device = use_gpu()
+    layer = make_layer()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, fused=True)
+    x, grad = batch(1, device), batch(2, device)
+
+    def step() -> None:
+        layer(x).backward(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # compiles, and makes tables that stay
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    layer.buffer.check()
+    return True
+
+
+def test_a_training_step_never_waits_for_the_device(ranks):
+    assert all(ranks(2).run(train_without_syncs))
+
+
+def replay_graph() -> int:
+    """Capture forward and backward once; replay with other routings; compare with eager, bit for bit."""
+    device = use_gpu()
+    layer = make_layer()
+    x, grad = batch(0, device).requires_grad_(), batch(50, device)
+
+    def run() -> Tensor:
+        y = layer(x)
+        y.backward(grad)
+        return y
+
+    def clear() -> None:
+        x.grad = layer.router.weight.grad = None
+        for gradient in layer.pool.local_grad.values():
+            gradient.zero_()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    clear()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    captured = {"y": y, "dx": x.grad, "router": layer.router.weight.grad, **layer.pool.local_grad}
+    routings = set()
+    for seed in range(1, 4):
+        with torch.no_grad():
+            x.copy_(batch(seed, device))
+        for gradient in layer.pool.local_grad.values():
+            gradient.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        got = {name: tensor.clone() for name, tensor in captured.items()}
+        clear()
+        y_eager = run()
+        want = {"y": y_eager, "dx": x.grad, "router": layer.router.weight.grad, **layer.pool.local_grad}
+        for name, tensor in got.items():
+            assert_equal(f"replay {seed}: {name}", tensor.cpu(), want[name].detach().cpu())
+        routings.add(tuple(layer.plan.experts_to_copy.flatten().tolist()))
+        torch.cuda.synchronize()
+        dist.barrier()
+    layer.buffer.check()
+    return len(routings)
+
+
+def test_forward_and_backward_replay_in_a_graph_with_other_routings(ranks):
+    for different in ranks(2).run(replay_graph):
+        assert different > 1, "all routings had the same redundant experts"
+
+
+def create_and_destroy(times: int) -> list[int]:
+    """Free device memory after each cycle."""
+    use_gpu()
+    R = dist.get_world_size()
+    free = []
+    for _ in range(times):
+        buffer = Buffer(1024, 1024, 4, 16, R, timeout_s=20.0)
+        pool = ExpertPool({"up": (1024, 1024)}, E=16, grads=True, timeout_s=20.0)
+        assert pool.full_grad["up"].shape[0] == 16 + pool.B
+        pool.destroy()
+        buffer.destroy()
+        del pool, buffer
+        torch.cuda.synchronize()
+        dist.barrier()
+        free.append(torch.cuda.mem_get_info()[0])
+        dist.barrier()
+    return free
+
+
+def test_memory_goes_back_to_the_driver(ranks):
+    for free in ranks(2).run(create_and_destroy, 12):
+        assert free[-1] >= free[2] - (4 << 20), free
+
+
+def lose_a_peer() -> dict[str, Any]:
+    device = use_gpu()
+    R, rank = dist.get_world_size(), dist.get_rank()
+    buffer = Buffer(64, 256, 2, 8, R, token_padding=8, timeout_s=2.0)
+    x = torch.ones(64, 256, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(64, 2, dtype=torch.int32, device=device)
+    buffer.dispatch(x, None, ids)
+    buffer.check()
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    start = time.monotonic()
+    try:
+        buffer.dispatch(x, None, ids)
+        buffer.check()
+        return {"error": None}
+    except PeerTimeout as error:
+        result = {"error": "PeerTimeout", "rank": error.rank, "operation": error.operation}
+    result["seconds"] = time.monotonic() - start
+    try:
+        buffer.barrier()
+    except PeerError:
+        result["later"] = "PeerError"
+    result["alive"] = float(torch.ones(8, device=device).sum())
+    start = time.monotonic()
+    buffer.destroy()
+    return {**result, "destroy_seconds": time.monotonic() - start}
+
+
+def test_a_lost_peer_is_a_timeout_and_the_context_lives(ranks):
+    for outcome in ranks(3).run(lose_a_peer, raise_errors=False)[::2]:
+        assert outcome.ok, outcome.report
+        result = outcome.value
+        assert (result["error"], result["rank"], result["operation"]) == ("PeerTimeout", 1, "dispatch")
+        assert 1.9 < result["seconds"] < 10 and result["destroy_seconds"] < 5
+        assert result["later"] == "PeerError" and result["alive"] == 8
+
+
+def give_bad_ids() -> list[str]:
+    """Ids out of range count as masked; the next call says so; then all goes on."""
+    device, R = use_gpu(), dist.get_world_size()
+    buffer = Buffer(16, 256, 1, 8, R, token_padding=1, timeout_s=20.0)
+    x = torch.ones(16, 256, dtype=torch.bfloat16, device=device)
+    ids = torch.arange(16, device=device, dtype=torch.int32)[:, None]
+    plan = buffer.dispatch(x, None, ids)[3]
+    torch.cuda.synchronize()
+    messages = [str(plan.load.sum().item())]
+    for counts in (None, torch.full((8,), 3, dtype=torch.int32, device=device)):
+        try:
+            buffer.check()
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+        buffer.dispatch(x, None, ids % 8, counts)
+    try:
+        buffer.check()
+    except ValueError as error:
+        messages.append(str(error))
+    buffer.dispatch(x, None, ids % 8)
+    buffer.check()
+    return messages
+
+
+def test_wrong_data_is_reported_by_the_next_call_and_nothing_breaks(ranks):
+    for rows, ids, fine, counts in ranks(2).run(give_bad_ids):
+        assert rows == str(2 * 8)
+        assert ids.startswith("topk_experts_sk: given ids out of range")
+        assert fine == ""
+        assert counts.startswith("tokens_per_expert: given counts that differ")
