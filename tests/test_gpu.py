@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the cuda backend is not run here"),
 ]
 
-H, F, L, K, S = 256, 128, 4, 2, 192
+H, F, L, K, S = 256, 512, 4, 2, 192  # fp32 rows of 512 KiB fill granules: fused optimizers want dense gradients
 PROJECTIONS = ("gate", "up", "down")
 
 
@@ -203,7 +203,7 @@ def test_memory_goes_back_to_the_driver(ranks):
 def lose_a_peer() -> dict[str, Any]:
     device = use_gpu()
     R, rank = dist.get_world_size(), dist.get_rank()
-    buffer = Buffer(64, 256, 2, 8, R, token_padding=8, timeout_s=2.0)
+    buffer = Buffer(64, 256, 2, 4 * R, R, token_padding=8, timeout_s=2.0)
     x = torch.ones(64, 256, dtype=torch.bfloat16, device=device)
     ids = torch.zeros(64, 2, dtype=torch.int32, device=device)
     buffer.dispatch(x, None, ids)

@@ -25,7 +25,7 @@ from moonep.dims import COPY_COST_ASSIGNMENTS, Balance, Dims  # noqa: E402
 from moonep.kernels import solve  # noqa: E402
 from moonep.kernels.solve import POLICIES, Solution, chosen, launch_solve, read_allocation  # noqa: E402
 from moonep.planner import policy  # noqa: E402
-from moonep.testing.launches import record_launches  # noqa: E402
+from moonep.testing.launches import negated_in_minima_of_three, record_launches  # noqa: E402
 from moonep.testing.ranks import PerRank, Ranks  # noqa: E402
 
 Load = tuple[list[int], int, Balance, int]  # T_E, R, balance, and tokens a rank that did not come
@@ -324,23 +324,12 @@ def stack_bytes(compiled: Any, folder: Path) -> int:
     return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
 
 
-def negated_in_minima_of_three(ptx: str) -> list[str]:
-    """Registers that a `neg` writes and one of two chained `min` or `max` reads."""
-    negated = set(re.findall(r"neg\.s32\s+(%r\d+),", ptx))
-    extrema = re.findall(r"(?:min|max)\.s32\s+(%r\d+), (%r\d+), (%r\d+);", ptx)
-    results, operands = {x[0] for x in extrema}, {r for x in extrema for r in x[1:]}
-    chained = [x for x in extrema if x[0] in operands or results & set(x[1:])]
-    return sorted(negated & {r for x in chained for r in x[1:]})
-
-
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted in this process")
 @pytest.mark.parametrize(("R", "E", "arch"), [*COMPILED, (128, 1024, 90)])
 def test_the_solve_compiles_without_spilling_registers(R, E, arch, tmp_path):
     compiled = compile_solve(R, E, EXACT if R == 8 else Balance(10_000), arch)
     assert stack_bytes(compiled, tmp_path) == 0
     assert compiled.metadata.shared <= 48 * 1024
-    # ptxas of CUDA 12.8 drops the sign of a negated operand when it fuses minima into one of three (VIMNMX3, sm_90):
-    # seen on an H200 as alias plans that ended early, for R > 64.
     assert negated_in_minima_of_three(compiled.asm["ptx"]) == []
 
 

@@ -261,8 +261,9 @@ class GpuBackend:
         words = rows_0.view(torch.int32)
         stride = rows_stride * rows_0.itemsize // words.itemsize
         weights_0, weights_stride = self._of(f"{region.name}_weights")
+        tokens = _aligned(hidden_sH).view(torch.int32)
         dispatch.send_rows(
-            _aligned(hidden_sH).view(torch.int32), weights_sK, dst, fill, self.status, words, stride, weights_0, weights_stride,
+            tokens, weights_sK, dst, fill, self.status, words, stride, weights_0, weights_stride,
             links, self.rank, self.dims.K, self.dims.C, self.programs,
         )  # fmt: skip
 
@@ -277,7 +278,8 @@ class GpuBackend:
         if sync:
             self.barrier.wait()  # everybody has read its staging, and gathered the route weights
         combine.push_partials(
-            _aligned(hidden_CH), plan.links, plan.cu_seqlens, self.status, *self._of("staging"), d.S * d.W, self.programs,
+            _aligned(hidden_CH), plan.links, plan.cu_seqlens, self.status, *self._of("staging"), d.S * d.W,
+            self.programs,
         )  # fmt: skip
         if weights_C is not None and weights_C.data_ptr() != self.gradient.weights.data_ptr():
             self.gradient.weights.copy_(weights_C)

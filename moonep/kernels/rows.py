@@ -126,13 +126,14 @@ def _split_sources_kernel(
     tl.store(first + e[:, None] * R + r[None, :], number, mask=real)
     tl.store(row + e[:, None] * R + r[None, :], at + earlier - number, mask=real)
     if tl.program_id(0) == 0:
-        mine = 0
-        i = tl.arange(0, RBP)
-        start = tl.full([], 0, tl.int32)
-        while start < R * B:
-            held = tl.load(experts_to_copy + start + i, mask=start + i < R * B, other=-1)
-            mine += tl.sum(tl.where((held >= 0) & (held // L == rank), 1, 0), 0)
-            start += RBP
+        mine = tl.full([], 0, tl.int32)
+        if B > 0:
+            i = tl.arange(0, RBP)
+            start = tl.full([], 0, tl.int32)
+            while start < R * B:
+                held = tl.load(experts_to_copy + start + i, mask=start + i < R * B, other=-1)
+                mine += tl.sum(tl.where((held >= 0) & (held // L == rank), 1, 0), 0)
+                start += RBP
         tl.store(remote_stats + 1, mine)
 
 

@@ -1,8 +1,8 @@
 """For tests of code that uses MoonEP: ranks as processes, cases, asserts, routings, and layers to compare with.
 
-    from moonep.testing import run_ranks
+from moonep.testing import run_ranks
 
-    results = run_ranks(function, 4)        # function() on 4 ranks, inside an initialised torch.distributed world
+results = run_ranks(function, 4)        # function() on 4 ranks, inside an initialised torch.distributed world
 """
 
 from moonep.testing.asserts import assert_close, assert_equal, poisoned_allocators, ulp_distance

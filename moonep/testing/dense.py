@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def dense_moe(
-    x: Tensor, topk_experts: Tensor, route_weights: Tensor, gate: Tensor, up: Tensor, down: Tensor
-) -> Tensor:
+def dense_moe(x: Tensor, topk_experts: Tensor, route_weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Sum over a token's experts of route weight * down(silu(x gate) * (x up)). Differentiable.
 
     Args:

@@ -10,6 +10,7 @@ So the signatures that are tested are those of the launchers, and no list of ker
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,3 +114,16 @@ def fake_backend(dims: Dims, dtype: torch.dtype, rank: int = 0, num_sms: int = 1
     """A GPU backend of one rank whose peers do not exist, on memory of the host."""
     peers: Any = SimpleNamespace(rank=rank, size=dims.R, all_gather=lambda *_, **__: [b""] * dims.R)
     return GpuBackend(dims, dtype, peers, 60.0, OneProcessMemory(), num_sms, 0)
+
+
+def negated_in_minima_of_three(ptx: str) -> list[str]:
+    """Registers that a `neg` writes and one of two chained `min` or `max` reads.
+
+    ptxas of CUDA 12.8 drops the sign of a negated operand when it fuses minima into one of three (VIMNMX3, sm_90): seen
+    on an H200 as wrong plans for R > 64. Kernels must not have this; `~x`, or a maximum, does instead of `-x`.
+    """
+    negated = set(re.findall(r"neg\.s32\s+(%r\d+),", ptx))
+    extrema = re.findall(r"(?:min|max)\.s32\s+(%r\d+), (%r\d+), (%r\d+);", ptx)
+    results, operands = {x[0] for x in extrema}, {r for x in extrema for r in x[1:]}
+    chained = [x for x in extrema if x[0] in operands or results & set(x[1:])]
+    return sorted(negated & {r for x in chained for r in x[1:]})
