@@ -215,9 +215,9 @@ def sum_chains(links: Tensor, hidden_CH: Tensor) -> tuple[Tensor, Tensor]:
     """
     links = links.long()
     row = (links & LINK_HEAD).nonzero().flatten()
-    partial = torch.zeros(len(row), hidden_CH.shape[1])
+    partial = torch.zeros(len(row), hidden_CH.shape[1], device=hidden_CH.device)
     reply = torch.empty_like(row)
-    chain = torch.arange(len(row))
+    chain = torch.arange(len(row), device=row.device)
     while len(row):
         partial[chain] += hidden_CH[row].float()
         link = links[row]
@@ -229,7 +229,7 @@ def sum_chains(links: Tensor, hidden_CH: Tensor) -> tuple[Tensor, Tensor]:
 
 def sum_partials(staging_sWH: Tensor, count_s: Tensor) -> Tensor:
     """Sum the first `count` partial sums of each token in rank order, in fp32, rounded once. -> [s, H]"""
-    output = torch.zeros(staging_sWH.shape[0], staging_sWH.shape[2])
+    output = torch.zeros(staging_sWH.shape[0], staging_sWH.shape[2], device=staging_sWH.device)
     for ordinal in range(staging_sWH.shape[1]):
         token = (count_s > ordinal).nonzero().flatten()
         output[token] += staging_sWH[token, ordinal].float()
