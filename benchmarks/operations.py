@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -120,7 +121,11 @@ def machine() -> dict[str, Any]:
     """Hardware, versions and commit."""
     import triton
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    # A copy of the tree without its repository gets the commit by the environment.
+    commit = (
+        os.environ.get("MOONEP_COMMIT")
+        or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    )
     gpus = [torch.cuda.get_device_properties(i).name for i in range(torch.cuda.device_count())]
     return {"gpus": gpus, "torch": torch.__version__, "triton": triton.__version__, "commit": commit or None}
 
