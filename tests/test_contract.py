@@ -814,7 +814,9 @@ def interpreters() -> Iterator[Callable[[int], Ranks]]:
     started: dict[int, Ranks] = {}
 
     def of(R: int) -> Ranks:
-        return started.setdefault(R, Ranks(R, env={"TRITON_INTERPRET": "1"}, timeout_s=240.0))
+        # Spawned: another test's ranks may have made the fork server import Triton, which reads the variable then.
+        options = {"env": {"TRITON_INTERPRET": "1"}, "start_method": "spawn", "timeout_s": 240.0}
+        return started.setdefault(R, Ranks(R, **options))
 
     yield of
     for world in started.values():

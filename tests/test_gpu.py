@@ -6,7 +6,9 @@ The contract itself runs on the cuda backend in `test_contract`. Ranks share GPU
 from __future__ import annotations
 
 import os
+import random
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moonep import Buffer, ExpertPool, PeerError, PeerTimeout
+from moonep.kernels import barrier, combine, dispatch, load, rows, solve, weights
 from moonep.nn import MoE
 from moonep.testing import dense_moe
 from moonep.testing.asserts import assert_equal
+from moonep.testing.routing import hot_rank
 
 pytestmark = [
     pytest.mark.gpu,
@@ -263,8 +267,161 @@ def give_bad_ids() -> list[str]:
 
 
 def test_wrong_data_is_reported_by_the_next_call_and_nothing_breaks(ranks):
-    for rows, ids, fine, counts in ranks(2).run(give_bad_ids):
-        assert rows == str(2 * 8)
+    for total, ids, fine, counts in ranks(2).run(give_bad_ids):
+        assert total == str(2 * 8)
         assert ids.startswith("topk_experts_sk: given ids out of range")
         assert fine == ""
         assert counts.startswith("tokens_per_expert: given counts that differ")
+
+
+class Delays:
+    """Delays on the device before and after random launches, different on each rank."""
+
+    LAUNCHERS = (
+        (load, "count_load"),
+        (solve, "launch_solve"),
+        (rows, "lay_groups"),
+        (rows, "split_sources"),
+        (rows, "assign_rows"),
+        (dispatch, "send_rows"),
+        (dispatch, "expand_rows"),
+        (dispatch, "copy_used"),
+        (dispatch, "take_links"),
+        (combine, "push_partials"),
+        (combine, "sum_partials"),
+        (weights, "fill_slots"),
+        (weights, "add_slots"),
+        (weights, "clear_slots"),
+        (barrier, "barrier"),
+    )
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.originals = [getattr(module, name) for module, name in self.LAUNCHERS]
+
+    def __enter__(self) -> None:
+        for (module, name), original in zip(self.LAUNCHERS, self.originals, strict=True):
+            setattr(module, name, self.delayed(original))
+
+    def __exit__(self, *_: object) -> None:
+        for (module, name), original in zip(self.LAUNCHERS, self.originals, strict=True):
+            setattr(module, name, original)
+
+    def delayed(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def launch_late(*args: Any, **kwargs: Any) -> None:
+            self.nap()
+            launch(*args, **kwargs)
+            self.nap()
+
+        return launch_late
+
+    def nap(self) -> None:
+        if self.random.random() < 0.15:
+            torch.cuda._sleep(self.random.randrange(400_000))
+
+
+def hurried_operations(iterations: int, sync: bool) -> dict[str, int]:
+    """Every operation follows itself at once, with other data; ranks are delayed at random. -> mismatches by name"""
+    device, R, rank = use_gpu(), dist.get_world_size(), dist.get_rank()
+    d = {"S": 256, "H": 512, "K": 4, "E": 4 * R}
+    buffer = Buffer(**d, num_ep_ranks=R, token_padding=8, timeout_s=20.0)
+    pool = ExpertPool({"up": (64, 64)}, E=d["E"], dtype=torch.bfloat16, grads=True, timeout_s=20.0)
+    generator = torch.Generator().manual_seed(rank)
+    topks = [t[rank].to(device) for t in (hot_rank(256, d["E"], 4, R, 1.25, 2, seed) for seed in (1, 2))]
+    xs = [torch.randn(256, 512, generator=generator).bfloat16().to(device) for _ in range(2)]
+    weights_sk = torch.rand(256, 4, generator=generator).to(device)
+    pool.local["up"].copy_(torch.randn(4, 64, 64, generator=generator))
+    buffer.barrier()
+    plans = [buffer.dispatch(x, None, topk)[3] for x, topk in zip(xs, topks, strict=True)]
+    ys = [torch.randn(buffer.dims.C, 512, generator=generator).bfloat16().to(device) for _ in range(2)]
+    row_weights = torch.rand(buffer.dims.C, generator=generator).to(device)
+
+    def operations() -> Iterator[tuple[str, Tensor]]:
+        for i in range(2):
+            hidden, got, _, plan = buffer.dispatch(xs[i], weights_sk, topks[i])
+            used = int(plans[i].cu_seqlens[-1])
+            yield f"fresh {i}", hidden[:used]
+            yield f"fresh weights {i}", got[:used]
+        for i in range(2):
+            hidden = buffer.dispatch(xs[1 - i], plan=plans[0], inter_rank_sync=sync)[0]
+            yield f"reuse {i}", hidden[: int(plans[0].cu_seqlens[-1])]
+        for i in range(2):
+            output, back, _ = buffer.combine(plans[0], ys[i], row_weights, inter_rank_sync=sync)
+            yield f"combine {i}", output
+            yield f"gathered {i}", back
+        hidden, _, _, plan, event = buffer.dispatch(xs[0], None, topks[0], async_finish=True, zero_copy=True)
+        event.wait()
+        output, _, event = buffer.combine(plan, hidden, async_finish=True, zero_copy=True)
+        event.wait()
+        yield "async", output
+        for i in range(2):
+            buffer.prefetch(plans[i], pool)
+            yield f"slots {i}", pool.full["up"][d["E"] :][plans[i].experts_to_copy[rank] >= 0]
+            pool.local_grad["up"].fill_(i)
+            pool.compact_grad["up"][4:] = rank + i
+            buffer.reduce(plans[i], pool)
+            yield f"reduced {i}", pool.local_grad["up"]
+
+    def results() -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in operations()}
+
+    want = results()
+    torch.cuda.synchronize()
+    different = dict.fromkeys(want, 0)
+    for iteration in range(iterations):
+        with Delays(1000 * iteration + rank):
+            got = results()
+        for name, tensor in got.items():
+            different[name] += int(not torch.equal(tensor, want[name]))
+    buffer.check()
+    return different
+
+
+def test_random_delays_on_random_ranks_change_nothing(ranks):
+    for different in ranks(2).run(hurried_operations, 100, True):
+        assert not any(different.values()), different
+
+
+def test_without_entry_barriers_random_delays_are_seen(ranks):
+    different = ranks(2).run(hurried_operations, 100, False)
+    for names in (("reuse 0", "reuse 1"), ("combine 0", "combine 1")):
+        assert any(result[name] for result in different for name in names), (names, different)
+
+
+def hurried_training(iterations: int, slot_sets: int, save: str) -> int:
+    """Two layers that share a Buffer, two interleaved microbatches, ranks delayed at random. -> mismatches"""
+    device = use_gpu()
+    layers = [make_layer(seed, slot_sets=slot_sets, save=save) for seed in (3, 4)]
+    inputs = [batch(i, device).requires_grad_() for i in (1, 2)]
+    grads = [batch(i, device) for i in (3, 4)]
+
+    def results() -> list[Tensor]:
+        for layer in layers:
+            layer.router.weight.grad = None
+            for gradient in layer.pool.local_grad.values():
+                gradient.zero_()
+        outputs = []
+        for i, x in enumerate(inputs):
+            x.grad = None
+            for layer in layers:
+                layer.slot_set = i % slot_sets
+            outputs.append(layers[1](layers[0](x)))
+        for y, grad in zip(outputs, grads, strict=True):
+            y.backward(grad)
+        found = [*outputs, *(x.grad for x in inputs), *(layer.router.weight.grad for layer in layers)]
+        found += [gradient for layer in layers for gradient in layer.pool.local_grad.values()]
+        return [tensor.detach().clone() for tensor in found]
+
+    want = results()
+    different = 0
+    for iteration in range(iterations):
+        with Delays(1000 * iteration + dist.get_rank()):
+            got = results()
+        different += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    layers[0].buffer.check()
+    return different
+
+
+@pytest.mark.parametrize(("slot_sets", "save"), [(1, "rows"), (2, "tokens")])
+def test_random_delays_do_not_change_training_with_interleaved_microbatches(ranks, slot_sets, save):
+    assert ranks(2).run(hurried_training, 100, slot_sets, save) == [0, 0]

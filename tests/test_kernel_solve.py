@@ -133,7 +133,7 @@ def patch_once_a_launch() -> None:
 
 @pytest.fixture(scope="module")
 def interpreters() -> Iterator[Ranks]:
-    with Ranks(2, env={"TRITON_INTERPRET": "1"}, timeout_s=280) as ranks:
+    with Ranks(2, env={"TRITON_INTERPRET": "1"}, start_method="spawn", timeout_s=280) as ranks:
         ranks.run(patch_once_a_launch)
         yield ranks
 

@@ -134,6 +134,8 @@ class Ranks:
         grace_s: how long the others may take to finish once one rank has failed.
         preload: modules that the fork server imports once for all ranks, besides torch. Only the first start in a
             process can choose them. An optimizer's first step imports "torch._dynamo": 2 s a rank unless preloaded.
+        start_method: "forkserver", or "spawn": ranks that share nothing with what has been imported here, for variables
+            in `env` that a module reads when it is imported. Starting takes seconds.
     """
 
     def __init__(
@@ -146,11 +148,12 @@ class Ranks:
         env: Mapping[str, str] | None = None,
         grace_s: float = 5.0,
         preload: Sequence[str] = (),
+        start_method: str = "forkserver",
     ):
         if R < 1:
             raise ValueError(f"R must be at least 1, got {R}")
         self.R, self.backend, self.timeout_s, self.threads, self.grace_s = R, backend, timeout_s, threads, grace_s
-        self._env, self._preload = dict(env or {}), list(preload)
+        self._env, self._preload, self._start_method = dict(env or {}), list(preload), start_method
         self._ranks: list[_Rank] = []
         self._store: dist.Store | None = None
 
@@ -208,11 +211,12 @@ class Ranks:
         self._stop(politely=True)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # pytest because test modules import it. Without effect if the process already has a fork server.
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed", *(["pytest"] if "pytest" in sys.modules else []), *self._preload]
-        )
+        context = multiprocessing.get_context(self._start_method)
+        if self._start_method == "forkserver":
+            # pytest because test modules import it. Without effect if the process already has a fork server.
+            context.set_forkserver_preload(
+                ["torch", "torch.distributed", *(["pytest"] if "pytest" in sys.modules else []), *self._preload]
+            )
         self._store, port = _serve_store()
         world = _World(self.R, self.backend, self.threads, port, {**os.environ, **self._env})
         for r in range(self.R):  # one by one, so that a failure here leaves nothing that _stop does not know
