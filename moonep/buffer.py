@@ -61,6 +61,11 @@ class Buffer:
         timeout_s: seconds to wait for a peer before `PeerTimeout`.
         domains: groups of ranks that share fast links; not used by this backend, must be None.
 
+    Attributes:
+        dims: the sizes, and those that follow (`moonep.dims`).
+        rank, group: this rank within the process group, and the group.
+        backend: the name of the backend.
+
     Raises:
         ValueError: a size cannot work, or differs between ranks.
         PeerError: another rank refused its arguments.
@@ -120,13 +125,14 @@ class Buffer:
         self.rank = peers.rank
         self.group = peers.group
         self.dtype = dtype
+        self.backend: str = agreed["backend"]
         self.explicitly_destroy = explicitly_destroy
         self.destroyed = False
         self.serial = peers.exchanges
         self._id = next(_buffer_ids)
         self._peers = peers
         self._backend = backends.open_backend(
-            agreed["backend"], self.dims, dtype, peers, timeout_s, num_sms, comm_stream_priority
+            self.backend, self.dims, dtype, peers, timeout_s, num_sms, comm_stream_priority
         )
         self._broken: PeerError | None = None
         self._ctx = {"NvS": self.dims.C}

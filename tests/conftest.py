@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from moonep.testing.ranks import Ranks
+
+# Tests are about CPU processes unless they ask for something else, also on a machine with GPUs.
+os.environ.setdefault("MOONEP_BACKEND", "cpu")
 
 
 @pytest.fixture(scope="session")

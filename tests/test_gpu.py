@@ -39,7 +39,18 @@ def use_gpu() -> torch.device:
 
 
 def make_layer(seed: int = 3, **options: Any) -> MoE:
-    layer = MoE(H, F, L * dist.get_world_size(), K, max_tokens=S, token_padding=8, seed=seed, timeout_s=20.0, **options)
+    layer = MoE(
+        H,
+        F,
+        L * dist.get_world_size(),
+        K,
+        max_tokens=S,
+        token_padding=8,
+        seed=seed,
+        backend="cuda",
+        timeout_s=20.0,
+        **options,
+    )
     with torch.no_grad():
         layer.router.weight.mul_(20)
     return layer
@@ -186,8 +197,8 @@ def create_and_destroy(times: int) -> list[int]:
     R = dist.get_world_size()
     free = []
     for _ in range(times):
-        buffer = Buffer(1024, 1024, 4, 16, R, timeout_s=20.0)
-        pool = ExpertPool({"up": (1024, 1024)}, E=16, grads=True, timeout_s=20.0)
+        buffer = Buffer(1024, 1024, 4, 16, R, backend="cuda", timeout_s=20.0)
+        pool = ExpertPool({"up": (1024, 1024)}, E=16, grads=True, backend="cuda", timeout_s=20.0)
         assert pool.full_grad["up"].shape[0] == 16 + pool.B
         pool.destroy()
         buffer.destroy()
@@ -207,7 +218,7 @@ def test_memory_goes_back_to_the_driver(ranks):
 def lose_a_peer() -> dict[str, Any]:
     device = use_gpu()
     R, rank = dist.get_world_size(), dist.get_rank()
-    buffer = Buffer(64, 256, 2, 4 * R, R, token_padding=8, timeout_s=2.0)
+    buffer = Buffer(64, 256, 2, 4 * R, R, token_padding=8, backend="cuda", timeout_s=2.0)
     x = torch.ones(64, 256, dtype=torch.bfloat16, device=device)
     ids = torch.zeros(64, 2, dtype=torch.int32, device=device)
     buffer.dispatch(x, None, ids)
@@ -244,7 +255,7 @@ def test_a_lost_peer_is_a_timeout_and_the_context_lives(ranks):
 def give_bad_ids() -> list[str]:
     """Ids out of range count as masked; the next call says so; then all goes on."""
     device, R = use_gpu(), dist.get_world_size()
-    buffer = Buffer(16, 256, 1, 8, R, token_padding=1, timeout_s=20.0)
+    buffer = Buffer(16, 256, 1, 8, R, token_padding=1, backend="cuda", timeout_s=20.0)
     x = torch.ones(16, 256, dtype=torch.bfloat16, device=device)
     ids = torch.arange(16, device=device, dtype=torch.int32)[:, None]
     plan = buffer.dispatch(x, None, ids)[3]
@@ -324,8 +335,8 @@ def hurried_operations(iterations: int, sync: bool) -> dict[str, int]:
     """Every operation follows itself at once, with other data; ranks are delayed at random. -> mismatches by name"""
     device, R, rank = use_gpu(), dist.get_world_size(), dist.get_rank()
     d = {"S": 256, "H": 512, "K": 4, "E": 4 * R}
-    buffer = Buffer(**d, num_ep_ranks=R, token_padding=8, timeout_s=20.0)
-    pool = ExpertPool({"up": (64, 64)}, E=d["E"], dtype=torch.bfloat16, grads=True, timeout_s=20.0)
+    buffer = Buffer(**d, num_ep_ranks=R, token_padding=8, backend="cuda", timeout_s=20.0)
+    pool = ExpertPool({"up": (64, 64)}, E=d["E"], dtype=torch.bfloat16, grads=True, backend="cuda", timeout_s=20.0)
     generator = torch.Generator().manual_seed(rank)
     topks = [t[rank].to(device) for t in (hot_rank(256, d["E"], 4, R, 1.25, 2, seed) for seed in (1, 2))]
     xs = [torch.randn(256, 512, generator=generator).bfloat16().to(device) for _ in range(2)]

@@ -123,6 +123,7 @@ def train_moonep(settings: Settings) -> Record:
             max_tokens=s.tokens,
             dtype=torch.float32,
             token_padding=s.token_padding,
+            backend="cpu",
             seed=s.seed_of(layer),
         )
         for layer in range(s.layers)

@@ -99,7 +99,7 @@ class MoE(nn.Module):
             grads=True,
             slot_sets=slot_sets,
             master=True,
-            backend=backend,
+            backend=buffer.backend,
             timeout_s=timeout_s,
         )
         self.experts = nn.ParameterDict(self.pool.master)
