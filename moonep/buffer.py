@@ -427,6 +427,7 @@ class Buffer:
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds, by region, and their sum `total`. Symmetric: peers can reach all of them."""
+        self._check_live("memory")
         regions = {name: region.nbytes for name, region in self._backend.layout.regions.items()}
         return {**regions, "total": sum(regions.values())}
 

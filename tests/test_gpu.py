@@ -211,7 +211,7 @@ def create_and_destroy(times: int) -> list[int]:
 
 
 def test_memory_goes_back_to_the_driver(ranks):
-    for free in ranks(2).run(create_and_destroy, 12):
+    for free in ranks(2).run(create_and_destroy, 50):
         assert free[-1] >= free[2] - (4 << 20), free
 
 
@@ -283,6 +283,38 @@ def test_wrong_data_is_reported_by_the_next_call_and_nothing_breaks(ranks):
         assert ids.startswith("topk_experts_sk: given ids out of range")
         assert fine == ""
         assert counts.startswith("tokens_per_expert: given counts that differ")
+
+
+def use_large_rows() -> dict[str, Any]:
+    """A receive buffer of more than 2^31 elements: rows beyond arrive and are summed like all others."""
+    device, R, rank = use_gpu(), dist.get_world_size(), dist.get_rank()
+    S, width, top_k = 40_000, 8192, 8
+    buffer = Buffer(S, width, top_k, 16, R, backend="cuda", timeout_s=20.0)
+    x = torch.randn(S, width, device=device, dtype=torch.bfloat16)
+    ids = torch.rand(S, 16, device=device).topk(top_k).indices
+    hidden, _, cu_seqlens, plan = buffer.dispatch(x, None, ids, zero_copy=True)
+    to, row, _ = plan.destinations()
+    token, k = ((to == rank) & (row > 2**31 // width)).nonzero(as_tuple=True)
+    arrived = torch.equal(hidden[row[token, k]], x[token])
+    output, _, _ = buffer.combine(plan, hidden, zero_copy=True)
+    error = (output.float() - top_k * x.float()).abs() / (top_k * x.float()).abs().clamp(min=1e-2)
+    buffer.check()
+    seen = {
+        "elements": int(cu_seqlens[-1]) * width,
+        "rows": len(token),
+        "arrived": arrived,
+        "error": float(error.max()),
+    }
+    buffer.destroy()
+    return seen
+
+
+def test_offsets_beyond_31_bits_are_right(ranks):
+    if torch.cuda.get_device_properties(0).total_memory < 60 << 30:
+        pytest.skip("needs 60 GiB of GPU memory")
+    for seen in ranks(2).run(use_large_rows):
+        assert seen["elements"] > 2**31 and seen["rows"] > 0
+        assert seen["arrived"] and seen["error"] < 0.02, seen
 
 
 class Delays:
