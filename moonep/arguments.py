@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INT32 = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)
 
 
 def describe(tensor: object) -> str:
@@ -44,8 +44,8 @@ def check_tensor(
 def check_topk(topk: object, num_tokens: int, K: int, device: torch.device) -> Tensor:
     """`topk_experts_sk` as [s, K]."""
     if isinstance(topk, Tensor) and topk.dim() == 1:
-        topk = check_tensor("topk_experts_sk", topk, (num_tokens * K,), INT32, device).view(num_tokens, K)
-    return check_tensor("topk_experts_sk", topk, (num_tokens, K), INT32, device)
+        topk = check_tensor("topk_experts_sk", topk, (num_tokens * K,), INTEGERS, device).view(num_tokens, K)
+    return check_tensor("topk_experts_sk", topk, (num_tokens, K), INTEGERS, device)
 
 
 def check_ids(ids: Tensor, E: int) -> None:

@@ -55,11 +55,11 @@ class Buffer:
         comm_stream_priority, enable_pdl: scheduling on CUDA; not used on CPU.
         explicitly_destroy: the caller promises to call `destroy()`; else memory goes back with the last reference.
         dtype: payload dtype: bfloat16, float16 or float32.
-        backend: "cpu"; None: `MOONEP_BACKEND`, else chosen by the machine.
+        backend: "cuda", "cpu" or, for tests of kernels, "interpreter"; None: `MOONEP_BACKEND`, else by the machine.
         balance: "exact": every rank computes the same number of rows; a tolerance such as 0.01; or "auto": a surplus
             that costs less than one copy of an expert's weights is left alone.
         timeout_s: seconds to wait for a peer before `PeerTimeout`.
-        domains: groups of ranks that share fast links; not used by this backend, must be None.
+        domains: groups of ranks that share fast links; not supported yet, must be None.
 
     Attributes:
         dims: the sizes, and those that follow (`moonep.dims`).
@@ -71,7 +71,7 @@ class Buffer:
         PeerError: another rank refused its arguments.
         PeerTimeout: another rank did not come.
 
-    Memory: `memory()` states it. Two row buffers of C = `_ctx["NvS"]` rows (arrivals of fresh dispatches; gradients and
+    Memory: `memory()` states it. Two row buffers of C = `dims.C` rows (arrivals of fresh dispatches; gradients and
     zero-copy expert outputs) and staging for S x min(R, K) partial sums.
     """
 
@@ -106,7 +106,7 @@ class Buffer:
             if dtype not in PAYLOAD_DTYPES:
                 raise ValueError(f"dtype: given {dtype}, expected one of {', '.join(map(str, PAYLOAD_DTYPES))}")
             if domains is not None:
-                raise ValueError(f"domains: given {domains!r}, expected None with the cpu backend")
+                raise ValueError(f"domains: given {domains!r}, expected None: domains are not supported yet")
             name, _ = backends.choose(backend)
             slots = E // num_ep_ranks if B is None and isinstance(E, int) else B
             d = Dims(S=S, K=K, E=E, R=num_ep_ranks, H=H, B=slots, P=token_padding, balance=Balance.parse(balance))
@@ -158,7 +158,7 @@ class Buffer:
             route_weights_sk: [s, K] float32, travels along; None: no weights.
             topk_experts_sk: [s, K] or [s * K] int32 or int64, required without a plan; -1 = no assignment; an expert
                 may repeat in a token.
-            tokens_per_expert: [E] int32, this rank's assignments of each expert; None: counted.
+            tokens_per_expert: [E] int32 or int64, this rank's assignments of each expert; None: counted.
             plan: reuse this plan (the backward of combine): no planning; `topk_experts_sk` must be None.
             async_finish: also return an event.
             inter_rank_sync: False leaves out the barrier before rows are written when a plan is reused: the caller
@@ -172,7 +172,9 @@ class Buffer:
             an event if `async_finish`. Padding rows and their weights are zero; rows past the last offset undefined.
 
         Raises:
-            ValueError: a bad argument; nothing has been written.
+            ValueError: a bad argument; nothing has been written. If all ranks raise it, the Buffer can be used further;
+                if only some do, their peers raise PeerError, and all must destroy it. On CUDA ids out of range and
+                wrong counts are found by the device: such ids count as masked, and the next call or `check()` raises.
             PeerError, PeerTimeout: another rank failed or did not come.
 
         Visible when it returns: all rows that this rank computes.
@@ -338,6 +340,8 @@ class Buffer:
     def reduce(self, plan: Plan, pool: ExpertPool, async_finish: bool = False, *, slot_set: int = 0) -> Event | None:
         """Add the gradients of redundant experts to those of their homes, and zero the slots that were read.
 
+        Before it, weight gradients are added to `pool.compact_grad` (own experts, then slots) or `pool.full_grad`.
+
         A home adds to its own gradient in ascending (rank, slot), in fp32, rounded once to the gradient's dtype.
 
         Args:
@@ -425,6 +429,11 @@ class Buffer:
             self._broken = error.again()
             raise
 
+    def refuse(self, operation: str, message: str) -> None:
+        """Raise ValueError(message) in place of an operation: peers that are in it raise PeerError with the message."""
+        with self._operation(operation):
+            raise ValueError(message)
+
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds, by region, and their sum `total`. Symmetric: peers can reach all of them."""
         self._check_live("memory")
@@ -503,7 +512,7 @@ class Buffer:
             raise ValueError("topk_experts_sk: given None, expected expert ids [s, K], or a plan to reuse")
         ids = arguments.check_topk(topk, s, d.K, device)
         if counts is not None:
-            arguments.check_tensor("tokens_per_expert", counts, (d.E,), arguments.INT32, device)
+            arguments.check_tensor("tokens_per_expert", counts, (d.E,), arguments.INTEGERS, device)
         return self._backend.check_routing(ids, counts), ids
 
     def _check_reuse(

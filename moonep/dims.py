@@ -7,7 +7,7 @@
 | s      | tokens of one call, 0 <= s <= S      | H      | hidden size                              |
 | K      | experts per token (top-k)            | F      | expert FFN width                         |
 | E      | routed experts in the EP group       | P      | row padding of a group (`token_padding`) |
-| L      | home experts of a rank, E / R        | C      | rows of a receive buffer (`NvS`)         |
+| L      | home experts of a rank, E / R        | C      | rows of a receive buffer                 |
 | A      | assignments of a full rank, S x K    | W      | partial sums a token can get: min(R, K)  |
 
 Tensor names carry these letters as suffixes (`load_RE` is [R, E]).
@@ -101,7 +101,7 @@ class Dims:
 
     @cached_property
     def max_redundant(self) -> int:
-        """Most redundant experts a rank can get: those of one foreign home (invariant I4)."""
+        """Most redundant experts a rank can get: those of one foreign home (I4 of `moonep.planner.policy`)."""
         return min(self.L, self.E - self.L)
 
     @cached_property

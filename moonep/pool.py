@@ -296,22 +296,27 @@ class ExpertPool:
 
     @property
     def full(self) -> dict[str, Tensor]:
+        """[E + B, ...]: row e is expert e, wherever it lives; the last B rows are this rank's slots."""
         return self.full_of(0)
 
     @property
     def compact(self) -> dict[str, Tensor]:
+        """[L + B, ...]: own experts, then slots. The same memory as `full`."""
         return self.compact_of(0)
 
     @property
     def compact_grad(self) -> dict[str, Tensor]:
+        """[L + B, ...] fp32: add weight gradients here, then call `buffer.reduce`."""
         return self.compact_grad_of(0)
 
     @property
     def full_grad(self) -> dict[str, Tensor]:
+        """[E + B, ...] fp32: `compact_grad` for kernels that index all experts; rows of other homes go nowhere."""
         return self.full_grad_of(0)
 
     @property
     def reduce_buffer(self) -> dict[str, Tensor]:
+        """[R, B, ...] fp32: the gradients in all ranks' slots."""
         return self.reduce_buffer_of(0)
 
     def full_of(self, slot_set: int) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -308,6 +309,46 @@ def run_state_dict() -> bool:
 
 def test_a_loaded_state_dict_takes_effect_on_all_ranks(ranks):
     assert all(ranks(2).run(run_state_dict))
+
+
+def run_with_inputs_of(dtype: torch.dtype) -> tuple[torch.dtype, list[int], bool, float]:
+    """A layer with a shared expert on 3-D input of a dtype. -> what comes out, and its distance from fp32 input"""
+    layer = make_layer(3, dtype=torch.bfloat16, shared_ffn=8)
+    x = make_batch(5)[0][dist.get_rank()].bfloat16().view(3, 11, H)
+    given = x.to(dtype).requires_grad_()
+    y = layer(given)
+    y.float().sum().backward()
+    with torch.no_grad():
+        want = layer(x.float())
+    return y.dtype, list(y.shape), bool(given.grad.isfinite().all()), relative(y.detach().float(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_inputs_of_any_floating_dtype_go_through_experts_and_shared_expert(ranks, dtype):
+    for out_dtype, shape, finite, error in ranks(2).run(run_with_inputs_of, dtype):
+        assert out_dtype == dtype and shape == [3, 11, H] and finite
+        assert error < 0.02
+
+
+def give_bad_input(kind: str) -> tuple[str, str, float]:
+    """Rank 1 gives a layer what it cannot take. -> error and message of this rank, and its time"""
+    layer = make_layer(3, timeout_s=30.0)
+    x = torch.randn(4, H)
+    if dist.get_rank() == 1:
+        x = {"width": torch.randn(4, H + 1), "integers": torch.ones(4, H, dtype=torch.int64)}[kind]
+    start = time.monotonic()
+    try:
+        layer(x)
+        return "", "", 0.0
+    except (ValueError, moonep.PeerError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize("kind", ["width", "integers"])
+def test_bad_input_of_one_rank_is_refused_on_all(ranks, kind):
+    (peer, text, seconds), (own, message, _) = ranks(2).run(give_bad_input, kind)
+    assert own == "ValueError" and message.startswith("x: given [4, ")
+    assert peer == "PeerError" and "x: given [4, " in text and seconds < 10
 
 
 def initial_weights() -> dict[str, Tensor]:

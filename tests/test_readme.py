@@ -15,16 +15,17 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=["layer", "parts"])
-def test_readme_program_runs_on_two_ranks(program, tmp_path):
+@pytest.mark.parametrize(
+    ("program", "rows"), [*zip(PROGRAMS, ("[1024, 1024]", "[512, 512]"), strict=True)], ids=["layer", "parts"]
+)
+def test_readme_program_runs_on_two_ranks_and_prints_equal_rows(program, rows, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(program)
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MOONEP_BACKEND": "cpu"}
     result = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
-    if "rows_after" in program:
-        assert "[1024, 1024]" in result.stdout
+    assert rows in result.stdout
 
 
 def test_readme_names_every_file_of_its_tree():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from typing import TYPE_CHECKING
 
 import torch
 
-from moonep.kernels import interpreting
+from moonep import environment
 from moonep.memory import Memory
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def choose(backend: str | None) -> tuple[str, str]:
     Raises:
         ValueError: a name that does not exist, or a backend that cannot work here.
     """
-    asked, where = (backend, "backend") if backend is not None else (os.environ.get("MOONEP_BACKEND"), "MOONEP_BACKEND")
+    asked, where = (backend, "backend") if backend is not None else (environment.backend(), "MOONEP_BACKEND")
     if not asked:
         available = torch.cuda.is_available()
         return ("cuda", "a CUDA device is available") if available else ("cpu", "no CUDA device is available")
@@ -37,7 +36,7 @@ def choose(backend: str | None) -> tuple[str, str]:
         raise ValueError(f"{where}: given {asked!r}, expected one of {', '.join(map(repr, BACKENDS))}")
     if asked == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{where}: given 'cuda', expected a machine on which torch.cuda.is_available()")
-    if asked == "interpreter" and not interpreting():
+    if asked == "interpreter" and not environment.interpreting():
         raise ValueError(f"{where}: given 'interpreter', expected TRITON_INTERPRET=1 in the environment")
     return asked, f"asked for by {where}"
 

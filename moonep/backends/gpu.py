@@ -15,9 +15,10 @@ from torch import Tensor
 from moonep.backends.cpu import CompletedEvent
 from moonep.backends.regions import RowRegion, row_regions
 from moonep.dims import ROW_ALIGNMENT_BYTES, Dims
+from moonep.environment import interpreting
 from moonep.errors import PeerError, PeerTimeout
 from moonep.kernels import barrier as barriers
-from moonep.kernels import combine, dispatch, interpreting, load, rows, solve
+from moonep.kernels import combine, dispatch, load, rows, solve
 from moonep.memory import Memory
 from moonep.memory.barrier import OPERATIONS, extend_range, pack_range
 from moonep.memory.peers import Peers

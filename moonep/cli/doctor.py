@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import moonep
+from moonep import environment
 from moonep.backends import BACKENDS, choose
 from moonep.cli.output import JsonFlag, emit, open_console
 
@@ -65,7 +66,7 @@ def describe_backend(memfd: bool) -> dict[str, Any]:
     return {
         "name": name,
         "reason": reason,
-        "MOONEP_BACKEND": os.environ.get("MOONEP_BACKEND") or None,
+        "MOONEP_BACKEND": environment.backend(),
         "not_implemented": [planned for planned in ("collective",) if planned not in BACKENDS],
     }
 

@@ -9,12 +9,3 @@ What all kernels share:
 * `INTERPRET`: some things differ in the interpreter, which has no timer and rounds otherwise (`rounding`).
 * Loops over data are `while` loops: the interpreter with recent numpy cannot iterate `range` over tensors.
 """
-
-from __future__ import annotations
-
-import os
-
-
-def interpreting() -> bool:
-    """Whether Triton kernels of this process run in the interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

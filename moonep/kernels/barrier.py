@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonep.kernels import interpreting
+from moonep.environment import interpreting
 
 TIMEOUT, REFUSED, FAILED, OTHER_OPERATION, BAD_ID, BAD_COUNT = range(1, 7)
 PEER_SHIFT, OPERATION_SHIFT, THEIRS_SHIFT = 4, 12, 20

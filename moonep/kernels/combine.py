@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonep.kernels import interpreting
+from moonep.environment import interpreting
 from moonep.kernels.rounding import round_to
 
 ELEMENTS_PER_PROGRAM = 4096

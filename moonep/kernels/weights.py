@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonep.kernels import interpreting
+from moonep.environment import interpreting
 from moonep.kernels.rounding import round_to
 
 PIECE = 2048  # units of a row that a program moves at once: 32-bit words, elements, or bytes if not aligned

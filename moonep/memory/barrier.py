@@ -124,8 +124,7 @@ class Barrier:
             raise PeerTimeout(
                 r,
                 self.operation,
-                f"did not arrive within {waited:.1f} s (limit {self.timeout_s:g} s), process {process}; "
-                f"rank {self.rank} waited",
+                f"did not arrive within {self.timeout_s:g} s (process {process}; rank {self.rank} waited)",
             )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moonep import environment
 from moonep.dims import align_up
 from moonep.memory.peers import Peers
 from moonep.memory.strides import dense_strides
@@ -165,8 +166,8 @@ class CudaMemory:
     def _use_fabric(self, peers: Peers, operation: str, timeout_s: float) -> bool:
         if peers.size == 1:
             return False
-        choice = self.handles or os.environ.get("MOONEP_HANDLES")
-        if choice not in (None, "", "fd", "fabric"):
+        choice = self.handles or environment.handles()
+        if choice not in (None, "fd", "fabric"):
             raise ValueError(f"MOONEP_HANDLES: given {choice!r}, expected 'fd' or 'fabric'")
         hosts = set(peers.all_gather(host_name(), operation, timeout_s, "hosts"))
         return choice == "fabric" or (not choice and len(hosts) > 1)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moonep.arguments import describe
 from moonep.buffer import Buffer
 from moonep.memory.peers import Peers
 from moonep.nn import functional
@@ -36,7 +37,7 @@ class MoE(nn.Module):
         router: "softmax" or "sigmoid" scores.
         normalize_topk, route_scale: see `Router`.
         shared_ffn: width of a shared expert that sees every token; 0: none. Replicated, like the router: the caller
-            reduces its gradients over ranks (DistributedDataParallel or an all-reduce).
+            sums both's gradients over ranks (an all-reduce).
         save: what backward needs: "rows" keeps the rows that arrived and the activations; "tokens" keeps only the
             tokens, dispatches them again and computes activations again.
         B, token_padding, balance, timeout_s, backend: see `Buffer`.
@@ -46,7 +47,8 @@ class MoE(nn.Module):
     Attributes:
         router: `Router`; replicated.
         experts: nn.ParameterDict gate [L, H, F], up [L, H, F], down [L, F, H]: fp32 parameters of this rank's own
-            experts. Gradients are complete after backward: do not reduce them over the EP group.
+            experts. Gradients are sums over the tokens of all ranks after backward: do not reduce them over the group,
+            nor wrap the layer in DistributedDataParallel over it, which would make the experts of all ranks equal.
         plan: the last forward's plan: `moe.plan.stats()`.
         aux_loss: [] the last forward's auxiliary loss, to be added to the loss with a coefficient.
         load: [E] int64, assignments of all ranks since `update_bias`.
@@ -129,8 +131,14 @@ class MoE(nn.Module):
         self.pool.sync()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., H] any floating dtype, at most S tokens, S may differ by rank -> [..., H] in x's dtype."""
+        """x: [..., H] any floating dtype, at most S tokens, their number may differ by rank -> [..., H] in x's dtype.
+
+        Raises:
+            ValueError: a bad x. Peers raise PeerError.
+        """
         buffer, pool, slot_set = self.buffer, self.pool, self.slot_set
+        if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] != buffer.dims.H:
+            buffer.refuse("dispatch", f"x: given {describe(x)}, expected [..., {buffer.dims.H}] of a floating dtype")
         pool.sync_if_updated()
         tokens = x.reshape(-1, x.shape[-1])
         ids, weights, self.aux_loss = self.router(tokens)
@@ -176,8 +184,9 @@ class SharedExpert(nn.Module):
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, H] -> [s, H]"""
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        """[s, H] -> [s, H], computed in the parameters' dtype, returned in x's."""
+        h = x.to(self.gate.weight.dtype)
+        return self.down(nn.functional.silu(self.gate(h)) * self.up(h)).to(x.dtype)
 
 
 class _RowsAgain:

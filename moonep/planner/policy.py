@@ -72,7 +72,7 @@ def caps(total: int, R: int) -> list[int]:
 
 
 def limits(total: int, dims: Dims) -> list[int]:
-    """Most assignments that each rank may compute (U_r of the docs): its share and the tolerance, never over A'.
+    """Most assignments that each rank may compute: its share and the tolerance, never more than `dims.max_rows`.
 
     Two kinds of tolerance: a fraction of the mean load, and `slack`, the assignments that one copy is worth. Neither
     depends on the rank, so the limits differ by at most 1: what `alias` needs to apply.
