@@ -194,7 +194,7 @@ def render(report: dict[str, Any], console: Console) -> None:
     table.add_row("largest receive buffer, rows", received, f"{r['memory']['receive_buffer_rows']}")
     table.add_row("redundant experts a step, all layers and ranks", "0", f"{r['redundant_experts_mean']:.1f}")
     table.add_row("loss of the last step", _loss(r["baseline_loss_last"]), _loss(r["loss_last"]))
-    table.add_row("seconds", f"{r['seconds_ordinary']:.1f}", f"{r['seconds_moonep']:.1f}")
+    table.add_row("seconds of the steps", f"{r['seconds_ordinary']:.1f}", f"{r['seconds_moonep']:.1f}")
     console.print(table)
     _render_claims(report, console)
 
