@@ -26,7 +26,9 @@ from moonep.environment import interpreting
 TIMEOUT, REFUSED, FAILED, OTHER_OPERATION, BAD_ID, BAD_COUNT = range(1, 7)
 PEER_SHIFT, OPERATION_SHIFT, THEIRS_SHIFT = 4, 12, 20
 # Words that peers write into this rank's `faults`, one row a peer.
-REFUSED_RANGE, POISONED, OPERATION_EVEN, OPERATION_ODD, NUM_FAULTS = 0, 1, 2, 3, 4
+REFUSED_RANGE, POISONED = tl.constexpr(0), tl.constexpr(1)
+OPERATION = tl.constexpr(2)  # and 3: which operation a peer is in, by the parity of its epoch: it is one behind at most
+NUM_FAULTS = 4
 
 
 @triton.jit
@@ -50,9 +52,10 @@ def _barrier_kernel(
     parity = now & 1
     mine = faults + rank * fault_stride
     if failed == 0:
-        # 2 = OPERATION_EVEN: which operation this is, by parity, as a peer is at most one barrier behind
         tl.store(
-            faults + lane * fault_stride + rank * NF + 2 + parity, (operation + lane * 0).to(tl.int64), mask=is_rank
+            faults + lane * fault_stride + rank * NF + OPERATION + parity,
+            (operation + lane * 0).to(tl.int64),
+            mask=is_rank,
         )
         tl.debug_barrier()
         tl.atomic_add(signals + lane * signal_stride + rank, 1, mask=is_rank, sem="release", scope="sys")
@@ -64,9 +67,9 @@ def _barrier_kernel(
         while waiting == 1:
             count = tl.atomic_add(signals + rank * signal_stride + lane, 0, mask=is_rank, sem="acquire", scope="sys")
             missing = tl.where(is_rank & (count < now), 1, 0)
-            range_word = tl.load(mine + lane * NF, mask=is_rank, other=0, volatile=True)
+            range_word = tl.load(mine + lane * NF + REFUSED_RANGE, mask=is_rank, other=0, volatile=True)
             first, last = range_word >> 32, range_word & 0x7FFFFFFF
-            poisoned = tl.load(mine + lane * NF + 1, mask=is_rank, other=0, volatile=True)
+            poisoned = tl.load(mine + lane * NF + POISONED, mask=is_rank, other=0, volatile=True)
             refused = tl.where((first <= number) & (number <= last) & (number > 0), 1, 0)
             broken = tl.where((poisoned != 0) & (missing == 1), 1, 0)
             bad_peer = tl.min(tl.where((refused + broken > 0) & is_rank, lane, RP), 0)
@@ -84,7 +87,7 @@ def _barrier_kernel(
                 failed = 1 | (tl.min(tl.where(missing == 1, lane, RP), 0) << 4)
                 waiting = 0
         if failed == 0:
-            theirs = tl.load(mine + lane * NF + 2 + parity, mask=is_rank, other=0, volatile=True).to(tl.int32)
+            theirs = tl.load(mine + lane * NF + OPERATION + parity, mask=is_rank, other=0, volatile=True).to(tl.int32)
             other = tl.min(tl.where(is_rank & (theirs != operation), lane, RP), 0)
             if other < RP:
                 failed = 4 | (other << 4) | (tl.sum(tl.where(lane == other, theirs, 0), 0) << 20)
@@ -92,7 +95,7 @@ def _barrier_kernel(
             failed = failed | (operation << 12)
             tl.store(status, failed)
             tl.store(host_status, failed)
-            tl.store(faults + lane * fault_stride + rank * NF + 1, (lane * 0 + 1).to(tl.int64), mask=is_rank)
+            tl.store(faults + lane * fault_stride + rank * NF + POISONED, (lane * 0 + 1).to(tl.int64), mask=is_rank)
 
 
 @triton.jit(do_not_specialize=["rank", "refused", "poison"])
@@ -102,9 +105,9 @@ def _announce_kernel(
     """Tell every peer which operations this rank refused, or that it has failed."""
     lane = tl.arange(0, RP)
     row = faults + lane * fault_stride + rank * NF
-    tl.store(row, refused + (lane * 0).to(tl.int64), mask=lane < R)
+    tl.store(row + REFUSED_RANGE, refused + (lane * 0).to(tl.int64), mask=lane < R)
     if poison != 0:
-        tl.store(row + 1, (lane * 0 + 1).to(tl.int64), mask=lane < R)
+        tl.store(row + POISONED, (lane * 0 + 1).to(tl.int64), mask=lane < R)
         tl.store(status, 3 | (rank << 4))
 
 

@@ -11,12 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep.environment import interpreting
+from moonep.kernels.constants import INT32_MIN, LINK_HEAD, LINK_VALUE
 from moonep.kernels.rounding import round_to
 
 ELEMENTS_PER_PROGRAM = 4096
-LINK_VALUE = tl.constexpr((1 << 30) - 1)
-LINK_HEAD = tl.constexpr(1 << 30)
-INT32_MIN = tl.constexpr(-(1 << 31))
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moonep.kernels.constants import INT32_MIN, LINK_HEAD, LINK_VALUE
+
 WORDS_PER_PROGRAM = 4096
-LINK_VALUE = tl.constexpr((1 << 30) - 1)
-LINK_HEAD = tl.constexpr(1 << 30)
-INT32_MIN = tl.constexpr(-(1 << 31))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_senders", "rank"])

@@ -13,11 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep.dims import Dims
+from moonep.kernels.constants import INT32_MIN, LINK_HEAD
 from moonep.kernels.load import block_tokens, padded_experts
 from moonep.kernels.solve import Solution, chosen
-
-INT32_MIN = tl.constexpr(-(1 << 31))
-HEAD = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -178,7 +176,7 @@ def _assign_rows_kernel(
 
     token_TK = tl.reshape(token, [TB, KP])
     reply = (rank * S + token_TK) * W + ordinal
-    link = tl.where(follower < KP, next_row, reply + INT32_MIN) + tl.where(primary, HEAD, 0)
+    link = tl.where(follower < KP, next_row, reply + INT32_MIN) + tl.where(primary, LINK_HEAD, 0)
     place = to_TK * C + at_TK
     out = tl.where(real_TK, tl.where(primary, place, -place - 1), INT32_MIN)
     k_TK = tl.reshape(k, [TB, KP])

@@ -19,7 +19,11 @@ from moonep.environment import interpreting
 from moonep.kernels.rounding import round_to
 
 PIECE = 2048  # units of a row that a program moves at once: 32-bit words, elements, or bytes if not aligned
-SOURCE, TARGET, SOURCE_STRIDE, TARGET_STRIDE, RANK_STRIDE, SIZE, FIRST_PIECE, NUM_COLUMNS = range(8)
+# Columns of the table.
+SOURCE, TARGET = tl.constexpr(0), tl.constexpr(1)
+SOURCE_STRIDE, TARGET_STRIDE, RANK_STRIDE = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+SIZE, FIRST_PIECE = tl.constexpr(5), tl.constexpr(6)
+NUM_COLUMNS = 7
 
 
 @triton.jit
@@ -28,7 +32,7 @@ def _entry_of(table, piece, num_tables, NC: tl.constexpr):
     entry = table
     t = 1
     while t < num_tables:
-        if piece >= tl.load(table + t * NC + 6):
+        if piece >= tl.load(table + t * NC + FIRST_PIECE):
             entry = table + t * NC
         t += 1
     return entry
@@ -55,12 +59,12 @@ def _fill_slots_kernel(
         source_row = expert
         if PUSH:
             source_row = expert - rank * L
-        source = tl.load(entry) + source_row.to(tl.int64) * tl.load(entry + 2)
-        target = tl.load(entry + 1) + b.to(tl.int64) * tl.load(entry + 3)
+        source = tl.load(entry + SOURCE) + source_row.to(tl.int64) * tl.load(entry + SOURCE_STRIDE)
+        target = tl.load(entry + TARGET) + b.to(tl.int64) * tl.load(entry + TARGET_STRIDE)
         if PUSH:
-            target += r.to(tl.int64) * tl.load(entry + 4)
-        size = tl.load(entry + 5).to(tl.int32)
-        o = (piece - tl.load(entry + 6).to(tl.int32)) * BW + tl.arange(0, BW)
+            target += r.to(tl.int64) * tl.load(entry + RANK_STRIDE)
+        size = tl.load(entry + SIZE).to(tl.int32)
+        o = (piece - tl.load(entry + FIRST_PIECE).to(tl.int32)) * BW + tl.arange(0, BW)
         if ALIGNED:
             size = tl.multiple_of(size, 4)
             source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
@@ -88,17 +92,17 @@ def _add_slots_kernel(
     if at < RBP:
         piece = tl.program_id(0)
         entry = _entry_of(table, piece, num_tables, NC)
-        elements = tl.load(entry + 5).to(tl.int32)
-        o = (piece - tl.load(entry + 6).to(tl.int32)) * BW + tl.arange(0, BW)
-        own = tl.load(entry + 1) + l.to(tl.int64) * tl.load(entry + 3)
+        elements = tl.load(entry + SIZE).to(tl.int32)
+        o = (piece - tl.load(entry + FIRST_PIECE).to(tl.int32)) * BW + tl.arange(0, BW)
+        own = tl.load(entry + TARGET) + l.to(tl.int64) * tl.load(entry + TARGET_STRIDE)
         own = own.to(tl.pointer_type(tl.bfloat16)) if BF16 else own.to(tl.pointer_type(tl.float32))
         if ALIGNED:
             elements, own = tl.multiple_of(elements, 4), tl.multiple_of(own, 16)
         inside = o < elements
         total = tl.load(own + o, mask=inside, other=0.0).to(tl.float32)
         while at < RBP:
-            address = tl.load(entry) + (at // B).to(tl.int64) * tl.load(entry + 4)
-            address += (at % B).to(tl.int64) * tl.load(entry + 2)
+            address = tl.load(entry + SOURCE) + (at // B).to(tl.int64) * tl.load(entry + RANK_STRIDE)
+            address += (at % B).to(tl.int64) * tl.load(entry + SOURCE_STRIDE)
             slot = address.to(tl.pointer_type(tl.float32))
             if ALIGNED:
                 slot = tl.multiple_of(slot, 16)
@@ -122,10 +126,14 @@ def _clear_slots_kernel(
     if tl.load(experts_to_copy + rank * B + b) >= 0:
         piece = tl.program_id(0)
         entry = _entry_of(table, piece, num_tables, NC)
-        o = (piece - tl.load(entry + 6).to(tl.int32)) * BW + tl.arange(0, BW)
-        address = tl.load(entry) + rank.to(tl.int64) * tl.load(entry + 4) + b.to(tl.int64) * tl.load(entry + 2)
+        o = (piece - tl.load(entry + FIRST_PIECE).to(tl.int32)) * BW + tl.arange(0, BW)
+        address = (
+            tl.load(entry + SOURCE)
+            + rank.to(tl.int64) * tl.load(entry + RANK_STRIDE)
+            + b.to(tl.int64) * tl.load(entry + SOURCE_STRIDE)
+        )
         slot = address.to(tl.pointer_type(tl.float32))
-        size = tl.load(entry + 5).to(tl.int32)
+        size = tl.load(entry + SIZE).to(tl.int32)
         if ALIGNED:
             size, slot = tl.multiple_of(size, 4), tl.multiple_of(slot, 16)
         tl.store(slot + o, tl.zeros([BW], tl.float32), mask=o < size)
