@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 PPM = 1_000_000
-# Assignments of compute that one exposed weight copy costs: F_flops * bytes / (2 * bandwidth), on H200 in bf16.
+# Assignments of compute that one exposed weight copy costs: FLOP/s * bytes / (2 * bandwidth), estimated for an H200 in
+# bf16.
 COPY_COST_ASSIGNMENTS = 1500
 MAX_TOP_K = 32
 MAX_RANKS = 128

@@ -53,9 +53,6 @@ SIZED_IDS = [f"{case.name}-R{R}" for case, R in SIZED]
 CPU = torch.device("cpu")
 
 
-# ------------------------------------------------------------------------------------------------------------- inputs
-
-
 @dataclass(frozen=True)
 class Inputs:
     """One rank's tensors, the same wherever they are made.
@@ -147,8 +144,6 @@ def only_real(tensor: Tensor, plan: Plan) -> Tensor:
         copy[first : first + count] = torch.nan
     return copy
 
-
-# -------------------------------------------------------------------------------------------------- what a rank does
 
 Named = Iterator[tuple[str, Any]]
 
@@ -354,9 +349,6 @@ def _gradients(buffer: Buffer, plan: Plan, pool: ExpertPool, given: Inputs) -> N
     yield from reduced("reduce_local", own)
 
 
-# ------------------------------------------------------------------------------------------ what the reference says
-
-
 @dataclass(frozen=True)
 class Routed:
     """A case with its routings, planned by the reference, and the inputs of all ranks."""
@@ -451,9 +443,6 @@ def specify_gradients(at: Routed, r: int) -> dict[str, dict[str, Any]]:
             grads, rest = reference.reduce_grad(at.plans, [g.to(dtype) for g in own], slots)
             result |= {f"own.{name}": grads[r], f"slots.{name}": rest[r]}
     return {"reduce": {"event": None, **exact}, "reduce_full": {"event": True, **exact}, "reduce_local": rounded}
-
-
-# ---------------------------------------------------------------------------------------- backends equal the reference
 
 
 @dataclass(frozen=True)
@@ -553,9 +542,6 @@ def test_slot_gradients_are_added_to_their_homes_in_every_form_and_only_consumed
         ran.check("reduce", "reduce_full", "reduce_local")
 
 
-# ------------------------------------------------------------------------------------- the reference keeps its promises
-
-
 @pytest.fixture(scope="module", params=[(case.name, R) for case, R in SIZED], ids=[f"reference-{x}" for x in SIZED_IDS])
 def at(request) -> Routed:
     return routed(*request.param)
@@ -621,8 +607,6 @@ def test_reduction_loses_no_gradient(at):
         unused = plan.experts_to_copy[r] < 0
         assert_equal(f"rank {r}: unused slots", rest[r][unused], slots[r][unused])
 
-
-# ------------------------------------------------------------------------------------------------ order of operations
 
 ROUNDS = 4
 
@@ -734,9 +718,6 @@ def test_an_operation_can_follow_itself_at_once_although_some_ranks_are_slow(in_
     compare(observed, expected, (operation,))
 
 
-# ----------------------------------------------------------------------------------------- several of them in a process
-
-
 def interleave(*runs: Named) -> list[dict[str, Any]]:
     """One step of each in turn."""
     results: list[dict[str, Any]] = [{} for _ in runs]
@@ -798,8 +779,6 @@ def test_halves_of_a_world_work_beside_each_other_and_beside_the_whole(ranks, ba
         compare([results[0] for results in observed[2 * half : 2 * half + 2]], specify(name, 2), PARTS)
 
 
-# ------------------------------------------------------------------------------------------- kernels without a GPU
-
 # Small ones of each kind: the interpreter takes seconds for what a GPU does in microseconds.
 INTERPRETED = [
     ("one-token", 3),
@@ -831,9 +810,6 @@ def test_kernels_in_the_interpreter_do_what_the_reference_says(interpreters, nam
     compare(observed, specify(name, R), PARTS)
 
 
-# ------------------------------------------------------------------------------------------------------- odd arguments
-
-
 def at_odd_addresses(tensor: Tensor) -> Tensor:
     """Equal and contiguous, but one element behind where an allocation begins."""
     return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
@@ -863,9 +839,6 @@ def test_contiguous_tensors_may_begin_at_any_address(ranks, backend, name):
     for got, want in zip(observed, specify(name, R), strict=True):
         for key in ("fresh.rows", "fresh.weights", "fresh.output", "fresh.weights_back", "reuse.rows"):
             equal_by_name(key, got[key], want[key])
-
-
-# ------------------------------------------------------------------------------------------------------ pools and slots
 
 
 def share_slots(backend: str) -> dict[str, Any]:
@@ -1042,9 +1015,6 @@ def test_weights_of_any_shape_and_dtype_are_moved_as_bytes(ranks, backend):
             assert held or r == 0
             for slot, weight in held.items():
                 assert_equal(f"rank {r}: slot {slot} of {key}", got[key][slot], weight)
-
-
-# ---------------------------------------------------------------------------------------------------- nothing is left
 
 
 def held_by_process() -> dict[str, int]:

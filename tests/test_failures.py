@@ -107,9 +107,6 @@ class Rank:
         }[operation]()
 
 
-# -------------------------------------------------------------------------------------------------------- bad arguments
-
-
 @dataclass(frozen=True)
 class Bad:
     """A call with one bad argument, and what its message says: the argument, what was given, what was expected."""
@@ -470,9 +467,6 @@ def test_destroying_twice_is_harmless(destroyed):
     assert [ends["destroy"].error for ends in destroyed] == [None] * R
 
 
-# --------------------------------------------------------------------------------------------------------- constructors
-
-
 BAD_BUFFER: dict[str, tuple[dict[str, Any], str]] = {
     "E not divisible": ({"E": 7}, r"E: given 7, expected a multiple of num_ep_ranks = 3"),
     "E of another type": ({"E": "6"}, r"E: given '6', expected an integer"),
@@ -567,9 +561,6 @@ def test_a_number_of_ranks_that_is_not_the_groups_is_refused(ranks, backend):
         assert ends["bad"].error == "ValueError"
         assert re.match(r"num_ep_ranks: given 2 with a group of 3, expected the size of the group", ends["bad"].text)
         assert ends["good"].error is None
-
-
-# ----------------------------------------------------------------------------------------- peers that do something else
 
 
 def differ(backend: str, common: str, odd: str) -> tuple[End, End, float]:
@@ -705,9 +696,6 @@ def refuse_around(backend: str) -> End:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_refusal_of_the_next_operation_is_not_taken_for_one_of_this(ranks, backend):
     assert [end.error for end in ranks(2).run(refuse_around, backend)] == [None, None]
-
-
-# --------------------------------------------------------------------------------------------------------- killed ranks
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -846,9 +834,6 @@ def test_after_a_constructor_timed_out_the_next_one_works_or_names_a_peer(ranks,
     for first, second in results:
         assert first.error == "PeerTimeout" and first.operation == "Buffer", first
         assert second.error in (None, "PeerError", "PeerTimeout"), second
-
-
-# --------------------------------------------------------------------------------------------------- stale views
 
 
 def use_views(backend: str) -> dict[str, End]:

@@ -33,9 +33,6 @@ EXACT, POISON = Balance(), -777
 BALANCES = [EXACT, Balance(eps_ppm=10_000), Balance(eps_ppm=50_000), Balance(slack=3), Balance(300_000, slack=20)]
 
 
-# ------------------------------------------------------------------------------------- what runs where the kernel runs
-
-
 def dims_of(T_E: list[int], R: int, balance: Balance, absent: int = 0) -> Dims:
     """The smallest dims that can bring this load, plus `absent` tokens a rank."""
     return Dims(S=max(1, -(-sum(T_E) // R)) + absent, K=1, E=len(T_E), R=R, H=8, B=1, balance=balance)
@@ -138,8 +135,6 @@ def interpreters() -> Iterator[Ranks]:
         yield ranks
 
 
-# ---------------------------------------------------------------------------------------------------------------- loads
-
 Z = [0, 0, 0, 0]
 PINNED: dict[str, tuple[list[int], int]] = {
     "the worked example": ([6, 1, 1, 0], 2),
@@ -190,9 +185,6 @@ def run_split(interpreters: Ranks, loads: list[Load]) -> int:
     return sum(interpreters.run(check_loads, PerRank([loads[0::2], loads[1::2]])))
 
 
-# ------------------------------------------------------------------------------------------------------ equal to policy
-
-
 def worked_example() -> list[list[Any]]:
     load_RE = torch.tensor([[4, 0, 0, 0], [2, 1, 1, 0]], dtype=torch.int32)
     solution = run_solve(load_RE, Dims(S=4, K=1, E=4, R=2, H=8, B=2))
@@ -239,9 +231,6 @@ def test_auto_moves_only_surpluses_that_are_worth_a_copy(interpreters):
     near, far = COPY_COST_ASSIGNMENTS, 2 * COPY_COST_ASSIGNMENTS
     loads = [([9000 + surplus, 9000, 9000, 9000], 2, auto, 3000) for surplus in (near, 2 * far, 3 * far)]
     run_split(interpreters, [*loads, ([2_000_000, 3, 0, 7, 1_000_000, 5], 3, Balance(123_457), 0)])
-
-
-# ------------------------------------------------------------------------------------------------- what is not a load
 
 
 def solve_with_status(status: int) -> list[Tensor]:
@@ -299,9 +288,6 @@ def test_launch_solve_asserts_what_it_is_given():
         launch_solve(load, status, Solution.empty(Dims(S=4, K=1, E=8, R=2, H=8, B=2), "cpu"), d)
 
 
-# ------------------------------------------------------------------------------------------------------------- compiled
-
-
 COMPILED = [(R, E, arch) for R, E in ((2, 384), (8, 384), (64, 384), (2, 2050)) for arch in (80, 90, 100)]
 
 
@@ -331,9 +317,6 @@ def test_the_solve_compiles_without_spilling_registers(R, E, arch, tmp_path):
     assert stack_bytes(compiled, tmp_path) == 0
     assert compiled.metadata.shared <= 48 * 1024
     assert negated_in_minima_of_three(compiled.asm["ptx"]) == []
-
-
-# --------------------------------------------------------------------------------------------------------------- on GPU
 
 
 @pytest.mark.gpu

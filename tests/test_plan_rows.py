@@ -26,9 +26,6 @@ several = settings(max_examples=150, deadline=None)
 BALANCES = ("exact", 0.1, 0.5, "auto")
 
 
-# ------------------------------------------------------------------------------------------------------------- routings
-
-
 @st.composite
 def routings(draw: Any, max_R: int = 8) -> tuple[list[Tensor], Dims]:
     """Router outputs of all ranks: ragged, some masked, ids that repeat, from balanced to one expert only."""
@@ -168,9 +165,6 @@ def test_stable_rank_counts_equal_elements_before(ids):
     assert got == [ids[:i].count(e) for i, e in enumerate(ids)]
 
 
-# --------------------------------------------------------------------------------------------- examples and structures
-
-
 def test_the_example_in_the_reference_is_true():
     outcome = doctest.testmod(reference)
     assert outcome.attempted > 0 and outcome.failed == 0
@@ -281,9 +275,6 @@ def test_plans_of_different_calls_have_different_keys(example):
     assert len({plan.key for plan in example}) == 2
 
 
-# ----------------------------------------------------------------------------------------------------------- statistics
-
-
 @given(routings())
 @several
 def test_statistics_equal_a_count_by_hand(routing):
@@ -316,9 +307,6 @@ def test_statistics_equal_a_count_by_hand(routing):
 
 def test_statistics_are_tensors_until_the_host_asks(example):
     assert all(isinstance(value, Tensor) for value in vars(example[0].stats()).values())
-
-
-# ---------------------------------------------------------------------------------------------------- broken invariants
 
 
 def skewed_plans() -> list[Plan]:

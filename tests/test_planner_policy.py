@@ -420,3 +420,9 @@ GOOD = [[3, 3], [1, 0], [0, 1], [0, 0]]
 )
 def test_a_broken_invariant_is_named(broken, T_E, counts_ER, targets):
     assert violations(T_E, counts_ER, targets) == broken
+
+
+def test_a_uniformly_hot_rank_has_no_plan_with_few_copies():
+    # What docs/algorithm.md says: 192 equally hot experts, 1.5 times the mean load on their rank.
+    dims = Dims(S=38_400, K=1, E=384, R=2, H=8, B=192)
+    assert copies(allocate([300] * 192 + [100] * 192, dims).counts_ER, 2) == (64, 64, 64)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moonep.environment import interpreting
 from moonep.kernels.constants import INT32_MIN, LINK_HEAD, LINK_VALUE
+from moonep.kernels.dispatch import row_block, row_warps
 from moonep.kernels.rounding import round_to
 
-ELEMENTS_PER_PROGRAM = 4096
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -91,8 +91,8 @@ def push_partials(
     H = rows.shape[1]
     _push_partials_kernel[(num_programs,)](
         rows, links, cu_seqlens, status, staging, staging_stride, num_programs,
-        G=len(cu_seqlens), SW=SW, H=H, BH=_block(H), DTYPE=TYPES[rows.dtype], INTERPRET=interpreting(),
-        num_warps=_warps(H),
+        G=len(cu_seqlens), SW=SW, H=H, BH=row_block(H), DTYPE=TYPES[rows.dtype], INTERPRET=interpreting(),
+        num_warps=row_warps(H),
     )  # fmt: skip
 
 
@@ -107,14 +107,6 @@ def sum_partials(
     _sum_partials_kernel[(min(num_programs, s),)](
         staging, dst, output if weights is None else weights, weights_stride, status, output,
         output if route_weights is None else route_weights, s, min(num_programs, s),
-        K=K, KP=triton.next_power_of_2(K), W=W, C=C, H=H, BH=_block(H), DTYPE=TYPES[output.dtype],
-        HAS_WEIGHTS=weights is not None, INTERPRET=interpreting(), num_warps=_warps(H),
+        K=K, KP=triton.next_power_of_2(K), W=W, C=C, H=H, BH=row_block(H), DTYPE=TYPES[output.dtype],
+        HAS_WEIGHTS=weights is not None, INTERPRET=interpreting(), num_warps=row_warps(H),
     )  # fmt: skip
-
-
-def _block(H: int) -> int:
-    return min(triton.next_power_of_2(H), ELEMENTS_PER_PROGRAM)
-
-
-def _warps(H: int) -> int:
-    return max(1, min(16, _block(H) // 256))

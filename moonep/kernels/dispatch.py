@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moonep.kernels.constants import INT32_MIN, LINK_HEAD, LINK_VALUE
 
-WORDS_PER_PROGRAM = 4096
+WIDTH_PER_PROGRAM = 4096
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_senders", "rank"])
@@ -164,11 +164,11 @@ def take_links(source: Tensor, target: Tensor, cu_seqlens: Tensor, status: Tenso
     _take_links_kernel[(triton.cdiv(C, 1024),)](source, target, cu_seqlens, status, G=len(cu_seqlens), C=C, BC=1024)
 
 
-def row_block(words: int) -> int:
-    """Words of a row that a program moves at once."""
-    return min(triton.next_power_of_2(words), WORDS_PER_PROGRAM)
+def row_block(width: int) -> int:
+    """Words (or elements) of a row that a program moves at once."""
+    return min(triton.next_power_of_2(width), WIDTH_PER_PROGRAM)
 
 
-def row_warps(words: int) -> int:
-    """Warps for one row: 16 bytes a thread, twice."""
-    return max(1, min(16, row_block(words) // 256))
+def row_warps(width: int) -> int:
+    """Warps for one row: 8 words (or elements) a thread."""
+    return max(1, min(16, row_block(width) // 256))

@@ -54,5 +54,5 @@ class Memory(Protocol):
     def share(self, sizes: Sequence[int], peers: Peers, operation: str, timeout_s: float) -> list[list[Any]]:
         """For each size, a new chunk of every rank. Collective."""
 
-    def map(self, chunks: Sequence[Any], sizes: Sequence[int] | None = None) -> Mapping:
-        """Map chunks (or the beginning of each) side by side."""
+    def map(self, chunks: Sequence[Any]) -> Mapping:
+        """Map chunks side by side."""

@@ -158,9 +158,8 @@ class CudaMemory:
             for i in range(len(sizes))
         ]
 
-    def map(self, chunks: Sequence[CudaChunk], sizes: Sequence[int] | None = None) -> CudaMapping:
-        """Map chunks side by side. A driver maps whole allocations only: `sizes` must be theirs."""
-        assert sizes is None or list(sizes) == [c.nbytes for c in chunks]
+    def map(self, chunks: Sequence[CudaChunk]) -> CudaMapping:
+        """Map chunks side by side. A driver maps whole allocations only."""
         return CudaMapping(chunks, self.device, self.granule)
 
     def _use_fabric(self, peers: Peers, operation: str, timeout_s: float) -> bool:

@@ -52,19 +52,17 @@ class HostMapping:
 
     Args:
         chunks: what to map; a chunk may occur several times.
-        sizes: how much of the beginning of each chunk to map, in whole pages; None: all of it.
     """
 
-    def __init__(self, chunks: Sequence[HostChunk], sizes: Sequence[int] | None = None):
-        sizes = [c.nbytes for c in chunks] if sizes is None else sizes
-        self.nbytes = sum(sizes)
+    def __init__(self, chunks: Sequence[HostChunk]):
+        self.nbytes = sum(c.nbytes for c in chunks)
         base = _mmap(None, self.nbytes, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
         self._array = (ctypes.c_uint8 * self.nbytes).from_address(base)
         finalizer = weakref.finalize(self._array, _libc.munmap, base, self.nbytes)
         finalizer.atexit = False
-        for chunk, size in zip(chunks, sizes, strict=True):
-            _mmap(base, size, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, chunk.descriptor)
-            base += size
+        for chunk in chunks:
+            _mmap(base, chunk.nbytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, chunk.descriptor)
+            base += chunk.nbytes
 
     def words(self, offset: int, count: int) -> memoryview:
         """`count` int64 words at a byte offset, to read and write one at a time."""
@@ -110,9 +108,9 @@ class HostMemory:
                 chunk.close()
         return [[HostChunk(n, fds[i]) for fds in descriptors] for i, n in enumerate(sizes)]
 
-    def map(self, chunks: Sequence[HostChunk], sizes: Sequence[int] | None = None) -> HostMapping:
+    def map(self, chunks: Sequence[HostChunk]) -> HostMapping:
         """Map chunks side by side."""
-        return HostMapping(chunks, sizes)
+        return HostMapping(chunks)
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int) -> int:

@@ -12,8 +12,7 @@ from torch import Tensor
 from moonep.dims import ROW_ALIGNMENT_BYTES
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
-
-PROJECTIONS = ("gate", "up", "down")
+from moonep.weights import PROJECTIONS
 
 
 def experts(
