@@ -329,7 +329,7 @@ class Delays:
         (dispatch, "send_rows"),
         (dispatch, "expand_rows"),
         (dispatch, "copy_used"),
-        (dispatch, "take_links"),
+        (dispatch, "take_arrivals"),
         (combine, "push_partials"),
         (combine, "sum_partials"),
         (weights, "fill_slots"),
