@@ -48,7 +48,7 @@ class Buffer:
         K: experts per token, at most 32.
         E: routed experts in the group, a multiple of the number of ranks.
         num_ep_ranks: ranks of the group, at most 128.
-        num_sms: streaming multiprocessors that a kernel may use; not used on CPU.
+        num_sms: streaming multiprocessors that a kernel may use; None: all. Not used on CPU.
         token_padding: rows of an expert are padded with zeros to a multiple of this.
         B: slots for redundant experts on a rank; None: E // num_ep_ranks. Training needs B >= min(L, E - L).
         group: process group; None: all ranks, or no group at all if num_ep_ranks == 1.
@@ -60,6 +60,8 @@ class Buffer:
             that costs less than one copy of an expert's weights is left alone.
         timeout_s: seconds to wait for a peer before `PeerTimeout`.
         domains: groups of ranks that share fast links; not supported yet, must be None.
+        num_local_sms: given, `num_sms` limits only what crosses to other ranks, and this many more (as far as there
+            are) copy and sum within the GPU at the same time.
 
     Attributes:
         dims: the sizes, and those that follow (`moonep.dims`).
@@ -95,6 +97,7 @@ class Buffer:
         balance: str | float | Balance = "exact",
         timeout_s: float = 60.0,
         domains: Any = None,
+        num_local_sms: int | None = None,
     ):
         peers = Peers.of(group, alone=num_ep_ranks == 1)
         sizes: list[Dims] = []
@@ -118,7 +121,8 @@ class Buffer:
                 )
             sizes.append(d)
             same = {"S": S, "H": H, "K": K, "E": E, "token_padding": token_padding, "B": d.B, "dtype": str(dtype)}
-            return {**same, "balance": repr(d.balance), **backends.must_agree(name)}
+            movers = backends.movers_must_agree(name, d, dtype)
+            return {**same, "balance": repr(d.balance), **backends.must_agree(name), **movers}
 
         agreed = peers.agree("Buffer", timeout_s, check)[peers.rank]
         self.dims = sizes[0]
@@ -132,7 +136,7 @@ class Buffer:
         self._id = next(_buffer_ids)
         self._peers = peers
         self._backend = backends.open_backend(
-            self.backend, self.dims, dtype, peers, timeout_s, num_sms, comm_stream_priority
+            self.backend, self.dims, dtype, peers, timeout_s, num_sms, num_local_sms, comm_stream_priority
         )
         self._broken: PeerError | None = None
         self._ctx = {"NvS": self.dims.C}

@@ -15,6 +15,11 @@ def handles() -> str | None:
     return os.environ.get("MOONEP_HANDLES") or None
 
 
+def movers() -> str | None:
+    """`MOONEP_MOVERS`: "bulk" or "portable": how rows are moved on a GPU."""
+    return os.environ.get("MOONEP_MOVERS") or None
+
+
 def interpreting() -> bool:
     """`TRITON_INTERPRET=1`: Triton kernels of this process run in the interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

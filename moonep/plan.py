@@ -39,6 +39,7 @@ class Plan:
         remote_stats: [2] int32, (redundant experts here, slots anywhere that hold experts of this rank).
         dst: [s * K] int32, `rank * C + row` for the first assignment of a token on a rank, `-(that) - 1` for its
             duplicates there, INT32_MIN if masked.
+        sends: [s * W] int32, the transfers of each token: `rank * C + row` of its primaries, in rank order; -1 beyond.
         tokens: [R] int32, how many tokens each rank brought.
         arrivals: [R, S, K] int32, the assignments of all ranks' tokens that are computed here: 2^24 x the ordinal of
             this rank among the token's ranks + the row here; NO_ARRIVAL elsewhere. A token's first is its primary.
@@ -57,6 +58,7 @@ class Plan:
     zero_fill_ranges: Tensor
     remote_stats: Tensor
     dst: Tensor
+    sends: Tensor
     tokens: Tensor
     arrivals: Tensor
     status: Tensor | None = None
@@ -190,7 +192,7 @@ def check_plan(plan: Plan | Sequence[Plan]) -> list[str]:
     I1 conservation, I2 balance (exact, or within the tolerance), I3 one foreign home a rank, I4 at most L redundant
     experts (and the right ones in the slots), I5 capacity, I6 bijection of assignments and rows, I7 row order
     (source rank, token, k) within a group, I8 groups (monotone, multiples of P, empty groups without rows, zero fill
-    exactly on the padding), I9 the first of a token's assignments on a rank is its primary, and arrivals mirror `dst`.
+    exactly on the padding), I9 the first of a token's assignments on a rank is its primary; sends and arrivals follow `dst`.
     """
     plans = [plan] if isinstance(plan, Plan) else list(plan)
     whole = len(plans) == plans[0].dims.R
@@ -273,6 +275,10 @@ def _check_rows(p: Plan) -> set[str]:
         hit = rank == r
         first |= hit & (hit.long().cumsum(1) == 1)
     if not torch.equal(first, primary & real):
+        found.add("I9")
+    beyond = p.dims.R * p.dims.C
+    places = torch.where(primary, p.dst.view(-1, p.dims.K).long(), beyond).sort(1).values[:, : p.dims.W]
+    if not torch.equal(p.sends.view(-1, p.dims.W).long(), places.masked_fill(places == beyond, -1)):
         found.add("I9")
     return found
 

@@ -60,6 +60,7 @@ def make_plans(topk_sK: Sequence[Tensor], dims: Dims) -> list[Plan]:
             zero_fill_ranges=torch.tensor([g.padding for g in groups[r]], dtype=torch.int32),
             remote_stats=torch.tensor(count_redundant(alloc, slots, r, dims), dtype=torch.int32),
             dst=dst[r],
+            sends=primaries(dst[r], dims),
             tokens=tokens,
             arrivals=arrivals[r],
         )
@@ -179,6 +180,15 @@ def rows_by_rank(dst: Tensor, dims: Dims) -> list[dict[int, list[tuple[int, int]
                 found.setdefault(rank, []).append((k, row))
         tokens.append(dict(sorted(found.items())))
     return tokens
+
+
+def primaries(dst: Tensor, dims: Dims) -> Tensor:
+    """`sends` of one rank: the primary of each rank that a token goes to, in rank order."""
+    sends = []
+    for ranks in rows_by_rank(dst, dims):
+        places = [rank * dims.C + chain[0][1] for rank, chain in ranks.items()]
+        sends += places + [-1] * (dims.W - len(places))
+    return torch.tensor(sends, dtype=torch.int32)
 
 
 def mirror(dst: Sequence[Tensor], dims: Dims) -> list[Tensor]:

@@ -50,6 +50,7 @@ PLAN_FIELDS = (
     "zero_fill_ranges",
     "remote_stats",
     "dst",
+    "sends",
     "tokens",
     "arrivals",
 )

@@ -68,6 +68,7 @@ def plan_vectorised(topk_sK: list[Tensor], d: Dims) -> list[Plan]:
             zero_fill_ranges=groups.fill_RG2[r],
             remote_stats=torch.zeros(2, dtype=torch.int32),
             dst=dst[r],
+            sends=rows.primaries(dst[r], d),
             tokens=torch.tensor([len(topk) for topk in topk_sK], dtype=torch.int32),
             arrivals=torch.stack([of_source[r] for of_source in arrivals]),
         )
@@ -87,6 +88,7 @@ def test_vectorised_plans_equal_the_reference(routing):
             "cu_seqlens",
             "zero_fill_ranges",
             "dst",
+            "sends",
             "tokens",
             "arrivals",
         ):
@@ -263,7 +265,7 @@ def test_a_clone_is_equal_and_independent(example):
         assert_equal(name, getattr(clone, name), before[name])
         getattr(clone, name).fill_(77)
         assert_equal(name, getattr(plan, name), before[name])
-    assert len(names) == 9
+    assert len(names) == 10
 
 
 def test_plans_of_different_calls_have_different_keys(example):
@@ -322,9 +324,10 @@ def changed(plans: list[Plan], field: str, change: Callable[[Tensor], Any], rank
 
 
 def mirrored(plans: list[Plan]) -> list[Plan]:
-    """With the arrivals that belong to the changed `dst`."""
+    """With the sends and arrivals that belong to the changed `dst`."""
     arrivals = reference.mirror([plan.dst for plan in plans], plans[0].dims)
-    return [replace(plan, arrivals=mine) for plan, mine in zip(plans, arrivals, strict=True)]
+    sends = [reference.primaries(plan.dst, plan.dims) for plan in plans]
+    return [replace(plan, sends=s, arrivals=a) for plan, s, a in zip(plans, sends, arrivals, strict=True)]
 
 
 def replanned(plans: list[Plan], alloc: list[list[int]], topk: list[Tensor]) -> list[Plan]:
@@ -438,6 +441,10 @@ def break_groups_by_forgotten_padding(plans: list[Plan]) -> list[Plan]:
     return changed(plans, "zero_fill_ranges", lambda t: t.zero_(), ranks=[3])
 
 
+def break_sends_by_a_forgotten_one(plans: list[Plan]) -> list[Plan]:
+    return changed(plans, "sends", lambda t: t[0].fill_(-1), ranks=[3])
+
+
 def first_arrival(arrivals: Tensor) -> tuple[int, ...]:
     return tuple((arrivals >= 0).nonzero()[0].tolist())
 
@@ -477,6 +484,7 @@ BREAKS: list[tuple[list[str], Callable[[list[Plan]], list[Plan]]]] = [
     (["I8"], break_groups_by_a_size_that_is_no_multiple),
     (["I8"], break_groups_by_rows_of_an_empty_group),
     (["I8"], break_groups_by_forgotten_padding),
+    (["I9"], break_sends_by_a_forgotten_one),
     (["I9"], break_arrivals_by_a_missing_one),
     (["I9"], break_arrivals_by_a_wrong_ordinal),
     (["I9"], break_arrivals_by_a_token_that_is_not_there),

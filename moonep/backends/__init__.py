@@ -53,7 +53,14 @@ def open_memory(backend: str) -> Memory:
 
 
 def open_backend(
-    name: str, dims: Dims, dtype: torch.dtype, peers: Peers, timeout_s: float, num_sms: int | None, priority: int
+    name: str,
+    dims: Dims,
+    dtype: torch.dtype,
+    peers: Peers,
+    timeout_s: float,
+    num_sms: int | None,
+    num_local_sms: int | None,
+    priority: int,
 ) -> CpuBackend | GpuBackend:
     """The backend of one Buffer. Collective."""
     if name == "cpu":
@@ -62,7 +69,16 @@ def open_backend(
         return CpuBackend(dims, dtype, peers, timeout_s)
     from moonep.backends.gpu import GpuBackend
 
-    return GpuBackend(dims, dtype, peers, timeout_s, open_memory(name), num_sms, priority)
+    return GpuBackend(dims, dtype, peers, timeout_s, open_memory(name), num_sms, num_local_sms, priority)
+
+
+def movers_must_agree(backend: str, dims: Dims, dtype: torch.dtype) -> dict[str, str]:
+    """What ranks must have in common to move rows."""
+    if backend != "cuda":
+        return {}
+    from moonep.backends import movers
+
+    return {"movers": movers.choose(torch.device("cuda", torch.cuda.current_device()), dims, dtype)}
 
 
 def must_agree(backend: str) -> dict[str, str]:

@@ -133,6 +133,7 @@ class CpuBackend:
             zero_fill_ranges=groups.fill_RG2[self.rank].clone(),
             remote_stats=torch.stack([redundant, ((slots >= 0) & (slots // d.L == self.rank)).sum()]).int(),
             dst=dst,
+            sends=rows.primaries(dst, d),
             tokens=tokens_R,
             arrivals=self.arrivals_of[self.rank].clone(),
         )

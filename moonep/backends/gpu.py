@@ -12,20 +12,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from moonep.backends import movers
 from moonep.backends.cpu import CompletedEvent
 from moonep.backends.regions import RowRegion, row_regions
 from moonep.dims import ROW_ALIGNMENT_BYTES, Dims
 from moonep.environment import interpreting
 from moonep.errors import PeerError, PeerTimeout
 from moonep.kernels import barrier as barriers
-from moonep.kernels import combine, dispatch, load, rows, solve
+from moonep.kernels import dispatch, load, rows, solve
 from moonep.memory import Memory
 from moonep.memory.barrier import OPERATIONS, extend_range, pack_range
 from moonep.memory.peers import Peers
 from moonep.memory.regions import Layout, Region
 from moonep.plan import Plan
 
-_INTERPRETER_PROGRAMS = 3
 _INTERPRETER_SPINS_A_SECOND = 2000
 
 
@@ -58,16 +58,13 @@ class GpuBarrier:
 
     def wait(self) -> None:
         """Enqueue a barrier: what every rank wrote before is visible to what is enqueued after it."""
+        barriers.barrier(self.signals, self.rank, self.size, *self.waiting())
+
+    def waiting(self) -> tuple[int, int, int]:
+        """(operation, number, limit) of a wait within the current operation, for kernels that wait themselves."""
         self.entered = True
         capturing = self.signals.status.is_cuda and torch.cuda.is_current_stream_capturing()
-        barriers.barrier(
-            self.signals,
-            self.rank,
-            self.size,
-            OPERATIONS.index(self.operation),
-            -1 if capturing else self._number,
-            self._limit,
-        )
+        return OPERATIONS.index(self.operation), -1 if capturing else self._number, self._limit
 
     def check(self) -> None:
         """Raise what the device has reported so far.
@@ -111,6 +108,7 @@ class GpuBackend:
         timeout_s: float,
         memory: Memory,
         num_sms: int | None,
+        num_local_sms: int | None,
         stream_priority: int,
     ):
         d = self.dims = dims
@@ -123,24 +121,24 @@ class GpuBackend:
             Region("load", (d.R, d.E), torch.int32),
             Region("tokens", (d.R,), torch.int32),
         ]
-        self.layout = Layout([*regions, *row_regions(d, dtype)])
+        make_movers = movers.BulkMovers if movers.choose(self.device, d, dtype) == "bulk" else movers.PortableMovers
+        self.layout = Layout([*regions, *make_movers.regions(d), *row_regions(d, dtype)])
         self._views = self._map(memory, timeout_s)
         mine = self._views[self.rank]
-        for name in ("signals", "faults"):
+        for name in {"signals", "faults", "flags"} & mine.keys():
             mine[name].zero_()
         self.forward = RowRegion("forward", self._views, self.rank)
         self.gradient = RowRegion("gradient", self._views, self.rank)
         epoch, status, host_status = barriers.new_words(self.device)
         self.status, self.host_status = status, host_status
-        signals = barriers.Signals(*self._of("signals"), *self._of("faults"), epoch, status, host_status)
+        signals = barriers.Signals(*self.of_all("signals"), *self.of_all("faults"), epoch, status, host_status)
         self.barrier = GpuBarrier(signals, self.rank, d.R, timeout_s)
         self.tables = rows.Tables.make(d, self.device)
         self.solution = solve.Solution.empty(d, self.device)
         self.stream: torch.cuda.Stream | None = None
         self._last: tuple[torch.cuda.Stream, bool] | None = None
-        self.programs = num_sms or _INTERPRETER_PROGRAMS
+        self.movers = make_movers(self, num_sms, num_local_sms)
         if self.device.type == "cuda":
-            self.programs = num_sms or torch.cuda.get_device_properties(self.device).multi_processor_count
             self.stream = torch.cuda.Stream(self.device, priority=stream_priority)
             torch.cuda.synchronize(self.device)
         peers.all_gather(b"", "Buffer", timeout_s, "ready")  # all signals are zero before any rank signals
@@ -155,7 +153,17 @@ class GpuBackend:
             chunk.close()
         return views
 
-    def _of(self, name: str) -> tuple[Tensor, int]:
+    def mine(self, name: str) -> Tensor:
+        """A region of this rank."""
+        return self._views[self.rank][name]
+
+    def words_of(self, region: RowRegion) -> tuple[Tensor, int]:
+        """A region's rows as kernels that copy address them: 32-bit words of rank 0, words to the next rank's."""
+        rows_0, stride = self.of_all(f"{region.name}_rows")
+        words = rows_0.view(torch.int32)
+        return words, stride * rows_0.itemsize // words.itemsize
+
+    def of_all(self, name: str) -> tuple[Tensor, int]:
         """A region as kernels address it: the tensor of rank 0, and the elements to the next rank's."""
         first = self._views[0][name]
         return first, self._stride_bytes // first.itemsize
@@ -210,21 +218,21 @@ class GpuBackend:
     ) -> Plan:
         """Plan, and send rows into the forward region of every rank. One cross-rank barrier before rows move."""
         d = self.dims
-        mine = self._views[self.rank]
         made = rows.PlanTensors.make(d, len(topk_sK), self.device)
         load.count_load(
-            topk_sK, self.tables.counts, *self._of("load"), *self._of("tokens"), counts_E, self.host_status, self.rank,
-            d.R, d.E, d.K,
+            topk_sK, self.tables.counts, *self.of_all("load"), *self.of_all("tokens"), counts_E, self.host_status,
+            self.rank, d.R, d.E, d.K,
         )  # fmt: skip
         self.barrier.wait()  # all loads are there; nobody reads forward rows and arrivals any more
-        solve.launch_solve(mine["load"], self.status, self.solution, d)
+        solve.launch_solve(self.mine("load"), self.status, self.solution, d)
         rows.lay_groups(self.solution, self.status, self.tables, made, self.rank, d)
-        rows.split_sources(mine["load"], mine["tokens"], self.status, self.tables, made, self.rank, d)
-        rows.assign_rows(topk_sK, *self._of("arrivals"), self.status, self.tables, made, self.rank, d)
-        self._send(self.forward, hidden_sH, weights_sK, made.dst, made.zero_fill_ranges)
-        self.barrier.wait()  # all rows and arrivals are there
-        dispatch.take_arrivals(mine["arrivals"], made.arrivals, made.tokens, self.status)
-        self._expand(self.forward, made.arrivals, made.tokens)
+        rows.split_sources(self.mine("load"), self.mine("tokens"), self.status, self.tables, made, self.rank, d)
+        rows.assign_rows(
+            topk_sK, weights_sK, *self.of_all("arrivals"), *self.of_all("forward_weights"), self.status, self.tables,
+            made, self.rank, d,
+        )  # fmt: skip
+        self.forward.touch()
+        self.movers.move(self.forward, _words(hidden_sH), made, made.zero_fill_ranges, self.mine("arrivals"))
         return Plan(
             dims=d,
             rank=self.rank,
@@ -236,6 +244,7 @@ class GpuBackend:
             zero_fill_ranges=made.zero_fill_ranges,
             remote_stats=made.remote_stats,
             dst=made.dst,
+            sends=made.sends,
             tokens=made.tokens,
             arrivals=made.arrivals,
             status=self.status,
@@ -245,31 +254,11 @@ class GpuBackend:
         """Send rows into the gradient region of every rank."""
         if sync:
             self.barrier.wait()  # nobody reads the gradient region any more
-        self._send(self.gradient, hidden_sH, weights_sK, plan.dst, plan.zero_fill_ranges)
-        self.barrier.wait()  # all rows are there
-        self._expand(self.gradient, plan.arrivals, plan.tokens)
-
-    def _send(
-        self,
-        region: RowRegion,
-        hidden_sH: Tensor,
-        weights_sK: Tensor | None,
-        dst: Tensor,
-        fill: Tensor,
-    ) -> None:
-        region.touch()
-        rows_0, rows_stride = self._of(f"{region.name}_rows")
-        words = rows_0.view(torch.int32)
-        stride = rows_stride * rows_0.itemsize // words.itemsize
-        weights_0, weights_stride = self._of(f"{region.name}_weights")
-        tokens = _aligned(hidden_sH).view(torch.int32)
-        dispatch.send_rows(
-            tokens, weights_sK, dst, fill, self.status, words, stride, weights_0, weights_stride,
-            self.rank, self.dims.K, self.dims.C, self.programs,
-        )  # fmt: skip
-
-    def _expand(self, region: RowRegion, arrivals: Tensor, tokens: Tensor) -> None:
-        dispatch.expand_rows(region.rows.view(torch.int32), arrivals, tokens, self.status, self.programs)
+        if weights_sK is not None:
+            weights_0, stride = self.of_all("gradient_weights")
+            dispatch.send_weights(weights_sK, plan.dst, self.status, weights_0, stride, self.dims.C)
+        self.gradient.touch()
+        self.movers.move(self.gradient, _words(hidden_sH), plan, plan.zero_fill_ranges, None)
 
     def combine(
         self, plan: Plan, hidden_CH: Tensor, weights_C: Tensor | None, sync: bool
@@ -278,33 +267,31 @@ class GpuBackend:
         d = self.dims
         if sync:
             self.barrier.wait()  # everybody has read its staging, and gathered the route weights
-        combine.push_partials(
-            _aligned(hidden_CH), plan.arrivals, plan.tokens, self.status, *self._of("staging"), self.rank, d.W,
-            self.programs,
-        )  # fmt: skip
         if weights_C is not None and weights_C.data_ptr() != self.gradient.weights.data_ptr():
             self.gradient.weights.copy_(weights_C)
-        self.barrier.wait()  # all partial sums and route weights are there
         s = plan.num_tokens
         output = torch.empty(s, d.H, dtype=self.dtype, device=self.device)
         gathered = None if weights_C is None else torch.empty(s, d.K, device=self.device)
-        weights_0, weights_stride = self._of("gradient_weights")
-        combine.sum_partials(
-            self._views[self.rank]["staging"], plan.dst, None if weights_C is None else weights_0, weights_stride,
-            self.status, output, gathered, d.K, d.W, d.C, self.programs,
-        )  # fmt: skip
+        self.movers.sum(plan, _aligned(hidden_CH), output, *self.of_all("gradient_weights"), gathered)
         return output, gathered
 
     def copy_rows(self, region: RowRegion, plan: Plan) -> Tensor:
         """The region's rows in a tensor of their own; those past the last offset are undefined."""
         copy = torch.empty_like(region.rows)
         words = copy.view(torch.int32)
-        dispatch.copy_used(region.rows.view(torch.int32), words, plan.cu_seqlens, self.status, self.programs)
+        dispatch.copy_used(
+            region.rows.view(torch.int32), words, plan.cu_seqlens, self.status, self.movers.local_programs
+        )
         return copy
 
     def copy_weights(self, region: RowRegion, plan: Plan) -> Tensor:
         """The region's route weights in a tensor of their own; those past the last offset are undefined."""
         return region.weights.clone()
+
+
+def _words(rows: Tensor) -> Tensor:
+    """The rows as 32-bit words."""
+    return _aligned(rows).view(torch.int32)
 
 
 def _aligned(rows: Tensor) -> Tensor:

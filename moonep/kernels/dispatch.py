@@ -16,10 +16,10 @@ WIDTH_PER_PROGRAM = 4096
 
 @triton.jit(do_not_specialize=["num_tokens", "num_senders", "rank"])
 def _send_rows_kernel(
-    hidden, route_weights, dst, fill, status, rows, rows_stride, weights, weights_stride, num_tokens, num_senders, rank,
-    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    hidden, dst, fill, status, rows, rows_stride, own_weights, num_tokens, num_senders, rank,
+    K: tl.constexpr, C: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Programs [0, num_senders): rows and route weights of tokens, one token a turn. The others: a group's padding.
+    """Programs [0, num_senders): rows of tokens, one token a turn. The others: a group's padding.
 
     H: words of a row. Remote stores are ordered by the barrier that follows.
     """
@@ -28,15 +28,8 @@ def _send_rows_kernel(
     pid = tl.program_id(0)
     o = tl.arange(0, BH)
     if pid < num_senders:
-        k = tl.arange(0, KP)
         token = pid
         while token < num_tokens:
-            places = tl.load(dst + token.to(tl.int64) * K + k, mask=k < K, other=INT32_MIN)
-            if HAS_WEIGHTS:
-                real = places != INT32_MIN
-                place = tl.where(real, tl.where(places < 0, -places - 1, places), 0)
-                value = tl.load(route_weights + token.to(tl.int64) * K + k, mask=real, other=0.0)
-                tl.store(weights + (place // C).to(tl.int64) * weights_stride + place % C, value, mask=real)
             for begin in range(0, H, BH):
                 inside = begin + o < H
                 row = tl.load(hidden + token.to(tl.int64) * H + begin + o, mask=inside)
@@ -51,12 +44,24 @@ def _send_rows_kernel(
         count = tl.load(fill + 2 * (pid - num_senders) + 1)
         i = tl.full([], 0, tl.int32)
         own_rows = rows + rank * rows_stride
-        own_weights = weights + rank * weights_stride
         while i < count:
             for begin in range(0, H, BH):
                 tl.store(own_rows + (first + i).to(tl.int64) * H + begin + o, o * 0, mask=begin + o < H)
             tl.store(own_weights + first + i, 0.0)
             i += 1
+
+
+@triton.jit(do_not_specialize=["count"])
+def _send_weights_kernel(route_weights, dst, status, weights, weights_stride, count, C: tl.constexpr, BA: tl.constexpr):
+    """Each assignment's route weight to its row. Remote stores are ordered by what follows in the stream."""
+    if tl.load(status) != 0:
+        return
+    a = tl.program_id(0) * BA + tl.arange(0, BA)
+    places = tl.load(dst + a, mask=a < count, other=INT32_MIN)
+    real = places != INT32_MIN
+    place = tl.where(real, tl.where(places < 0, -places - 1, places), 0)
+    value = tl.load(route_weights + a, mask=real, other=0.0)
+    tl.store(weights + (place // C).to(tl.int64) * weights_stride + place % C, value, mask=real)
 
 
 @triton.jit(do_not_specialize=["num_programs"])
@@ -120,25 +125,35 @@ def _take_arrivals_kernel(source, target, tokens, status, S: tl.constexpr, K: tl
 
 
 def send_rows(
-    hidden: Tensor, route_weights: Tensor | None, dst: Tensor, fill: Tensor, status: Tensor, rows: Tensor,
-    rows_stride: int, weights: Tensor, weights_stride: int, rank: int, K: int, C: int, num_programs: int,
+    hidden: Tensor, dst: Tensor, fill: Tensor, status: Tensor, rows: Tensor, rows_stride: int, own_weights: Tensor,
+    rank: int, K: int, C: int, num_programs: int,
 ) -> None:  # fmt: skip
-    """Write each token's row to each of its ranks and its weights to all its rows; zero this rank's padding.
+    """Write each token's row to each of its ranks; zero this rank's padding, rows and weights.
 
     Args:
-        hidden: [s, H] int32 words. route_weights: [s, K] fp32 or None. dst: [s * K]. fill: [G, 2].
-        rows: [C, H] int32 words of rank 0; weights: [C] fp32 of rank 0; strides in elements to the next rank's.
+        hidden: [s, H] int32 words. dst: [s * K]. fill: [G, 2].
+        rows: [C, H] int32 words of rank 0; stride in elements to the next rank's.
+        own_weights: [C] fp32 of this rank.
 
     Moves: s x (ranks of a token) rows.
     """
     s, H = hidden.shape
     senders = max(min(num_programs, s), 1)
     _send_rows_kernel[(senders + fill.shape[0],)](
-        hidden, weights if route_weights is None else route_weights, dst, fill, status, rows, rows_stride,
-        weights, weights_stride, s, senders, rank,
-        K=K, KP=triton.next_power_of_2(K), C=C, H=H, BH=row_block(H), HAS_WEIGHTS=route_weights is not None,
-        num_warps=row_warps(H),
+        hidden, dst, fill, status, rows, rows_stride, own_weights, s, senders, rank,
+        K=K, C=C, H=H, BH=row_block(H), num_warps=row_warps(H),
     )  # fmt: skip
+
+
+def send_weights(
+    route_weights: Tensor, dst: Tensor, status: Tensor, weights: Tensor, weights_stride: int, C: int
+) -> None:
+    """Write each assignment's route weight [s, K] fp32 to its row: weights [C] of rank 0, stride to the next rank's."""
+    count = route_weights.numel()
+    if count:
+        _send_weights_kernel[(triton.cdiv(count, 1024),)](
+            route_weights, dst, status, weights, weights_stride, count, C=C, BA=1024
+        )
 
 
 def expand_rows(rows: Tensor, arrivals: Tensor, tokens: Tensor, status: Tensor, num_programs: int) -> None:

@@ -138,11 +138,13 @@ def _split_sources_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
 def _assign_rows_kernel(
-    topk, counts, first, row, status, dst, arrivals, arrivals_stride, num_tokens, rank,
+    topk, route_weights, counts, first, row, status, dst, sends, arrivals, arrivals_stride, weights,
+    weights_stride, num_tokens, rank,
     E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TB: tl.constexpr,
-    C: tl.constexpr, S: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, W: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Program b: destination rank and row of the assignments of TB tokens; all ranks get their arrivals."""
+    """Program b: destination rank and row of the assignments of TB tokens; all ranks get their arrivals, and
+    the rows their route weights."""
     if tl.load(status) != 0:
         return
     b = tl.program_id(0)
@@ -161,6 +163,10 @@ def _assign_rows_kernel(
     at = tl.load(row + safe * R + to) + number
     to = tl.where(real, to, -1)
 
+    if HAS_WEIGHTS:
+        value = tl.load(route_weights + token.to(tl.int64) * K + k, mask=real, other=0.0)
+        tl.store(weights + to.to(tl.int64) * weights_stride + at, value, mask=real)
+
     to_TK = tl.reshape(to, [TB, KP])
     at_TK = tl.reshape(at, [TB, KP])
     real_TK = to_TK >= 0
@@ -178,6 +184,9 @@ def _assign_rows_kernel(
     k_TK = tl.reshape(k, [TB, KP])
     inside_TK = (token_TK < num_tokens) & (k_TK < K)
     tl.store(dst + token_TK.to(tl.int64) * K + k_TK, out, mask=inside_TK)
+    to_send = sends + token_TK.to(tl.int64) * W
+    tl.store(to_send + ordinal, place, mask=inside_TK & real_TK & primary)
+    tl.store(to_send + k_TK, -1 + k_TK * 0, mask=inside_TK & (k_TK < W) & (k_TK >= tl.sum(counted, 1)[:, None]))
     arrival = (ordinal << ARRIVAL_SHIFT) + at_TK
     mine = arrivals + (rank * S + token_TK).to(tl.int64) * K + k_TK
     for r in range(R):
@@ -223,6 +232,7 @@ class PlanTensors:
     zero_fill_ranges: Tensor
     remote_stats: Tensor
     dst: Tensor
+    sends: Tensor
     tokens: Tensor
     arrivals: Tensor
 
@@ -241,6 +251,7 @@ class PlanTensors:
             ints(d.G, 2),
             ints(2),
             ints(num_tokens * d.K),
+            ints(num_tokens * d.W),
             ints(d.R),
             ints(d.R, d.S, d.K),
         )
@@ -272,15 +283,19 @@ def split_sources(
 
 
 def assign_rows(
-    topk: Tensor, arrivals: Tensor, arrivals_stride: int, status: Tensor, tables: Tables, plan: PlanTensors, rank: int,
+    topk: Tensor, route_weights: Tensor | None, arrivals: Tensor, arrivals_stride: int, weights: Tensor,
+    weights_stride: int, status: Tensor, tables: Tables, plan: PlanTensors, rank: int,
     dims: Dims,
 ) -> None:  # fmt: skip
-    """`dst` of each assignment, and its arrival at each rank ([R, S, K] int32 of rank 0). Grid: blocks of tokens."""
+    """`dst` of each assignment, and its arrival at each rank ([R, S, K] int32 of rank 0); and its route weight
+    [s, K] fp32 to its row ([C] of rank 0). Grid: blocks of tokens."""
     d = dims
     tokens = block_tokens(d.K)
     if topk.shape[0] == 0:
         return
     _assign_rows_kernel[(triton.cdiv(topk.shape[0], tokens),)](
-        topk, tables.counts, tables.first, tables.row, status, plan.dst, arrivals, arrivals_stride, topk.shape[0], rank,
-        E=d.E, EP=padded_experts(d.E), R=d.R, K=d.K, KP=triton.next_power_of_2(d.K), TB=tokens, C=d.C, S=d.S,
+        topk, weights if route_weights is None else route_weights, tables.counts, tables.first, tables.row, status,
+        plan.dst, plan.sends, arrivals, arrivals_stride, weights, weights_stride, topk.shape[0], rank,
+        E=d.E, EP=padded_experts(d.E), R=d.R, K=d.K, KP=triton.next_power_of_2(d.K), TB=tokens, C=d.C, S=d.S, W=d.W,
+        HAS_WEIGHTS=route_weights is not None,
     )  # fmt: skip

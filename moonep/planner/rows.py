@@ -109,6 +109,13 @@ def assign_rows(topk_sK: Tensor, first_ER: Tensor, row_ER: Tensor, dims: Dims) -
     return dst.masked_fill(~real, INT32_MIN).int()
 
 
+def primaries(dst: Tensor, dims: Dims) -> Tensor:
+    """[s * W] int32: see `Plan.sends`."""
+    beyond = dims.R * dims.C  # rank * C + row is in rank order
+    places = torch.where(dst >= 0, dst, beyond).view(-1, dims.K).sort(1).values[:, : dims.W]
+    return places.masked_fill(places == beyond, -1).reshape(-1)
+
+
 def stable_rank(ids: Tensor) -> Tensor:
     """For each element, how many equal elements come before it. [n] int64 -> [n] int64."""
     order = ids.argsort(stable=True)

@@ -113,7 +113,7 @@ class OneProcessMemory(HostMemory):
 def fake_backend(dims: Dims, dtype: torch.dtype, rank: int = 0, num_sms: int = 132) -> GpuBackend:
     """A GPU backend of one rank whose peers do not exist, on memory of the host."""
     peers: Any = SimpleNamespace(rank=rank, size=dims.R, all_gather=lambda *_, **__: [b""] * dims.R)
-    return GpuBackend(dims, dtype, peers, 60.0, OneProcessMemory(), num_sms, 0)
+    return GpuBackend(dims, dtype, peers, 60.0, OneProcessMemory(), num_sms, None, 0)
 
 
 def negated_in_minima_of_three(ptx: str) -> list[str]:

@@ -1,0 +1,214 @@
+"""What the bulk-copy movers share: how a row lies in a descriptor, arrival flags, and words that outlive a launch.
+
+On Hopper and newer the copy engine of a multiprocessor (TMA) moves whole rows between global and shared memory, for one
+thread that asks for it. A few programs then saturate NVLink, and the others are free for what stays on this GPU.
+
+Movers do not end at a barrier. The tokens of a source are cut into chunks; when all senders of a rank are through with
+a chunk, the last of them sets the chunk's flag on every peer to the phase, the number of this launch. A program that
+needs what arrived waits for the flag, with the same limit as a barrier. Programs that send never wait and come first in
+the grid, so they run, whatever else does. Memory order: bulk stores have completed (`complete_stores`) before a sender
+counts itself; counting is acquire and release, the flag a release, waiting an acquire at system scope; the fence orders
+bulk loads after it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._layouts import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moonep.kernels.barrier import NUM_FAULTS, POISONED, REFUSED_RANGE
+
+MAX_CHUNKS = 16
+_MIN_CHUNK = 64
+MAX_BOX = 256  # most elements of a descriptor's box in one dimension
+_MIN_INNER_BYTES = 128  # at which boxes begin in shared memory
+SHARED_BYTES = 216 * 1024  # of shared memory that a program uses
+
+NUM_FAULTS_ = gl.constexpr(NUM_FAULTS)
+REFUSED_RANGE_ = gl.constexpr(REFUSED_RANGE.value)
+POISONED_ = gl.constexpr(POISONED.value)
+MAX_CHUNKS_ = gl.constexpr(MAX_CHUNKS)
+PHASE, TICKET = gl.constexpr(0), gl.constexpr(1)  # of `words`
+SPINS_BEFORE_LOOKING = gl.constexpr(64)
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """A row of `width` elements as a box of a descriptor: outer x inner elements.
+
+    Attributes:
+        width: elements of a row.
+        itemsize: bytes of one.
+        inner: elements of the inner dimension: divides the width.
+        outer: width / inner.
+        block: outer rounded up to a power of two; what lies beyond the row is cut off.
+    """
+
+    width: int
+    itemsize: int
+
+    @property
+    def inner(self) -> int:
+        return math.gcd(self.width, MAX_BOX)
+
+    @property
+    def outer(self) -> int:
+        return self.width // self.inner
+
+    @property
+    def block(self) -> int:
+        return triton.next_power_of_2(self.outer)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block * self.inner * self.itemsize
+
+    @property
+    def supported(self) -> bool:
+        """Whether a row is one box, and some of them fit in shared memory."""
+        fits = self.block <= MAX_BOX and 9 * self.block_bytes <= SHARED_BYTES  # two a warp, and one of zeros
+        return fits and self.inner * self.itemsize >= _MIN_INNER_BYTES
+
+
+def chunk_tokens(S: int) -> int:
+    """Tokens of a chunk: at most MAX_CHUNKS of them in S."""
+    return max(_MIN_CHUNK, triton.cdiv(triton.cdiv(S, MAX_CHUNKS), 32) * 32)
+
+
+def describe_rows(rows: Tensor, ranks: int, rank_stride: int, count: int, inner: int, block: int) -> TensorDescriptor:
+    """A descriptor [ranks, count, width / inner, inner] over rows; boxes of `block` x inner elements.
+
+    Args:
+        rows: [>= count, width], the first rank's, contiguous.
+        rank_stride: elements to the next rank's.
+        count: rows of a rank.
+    """
+    width = rows.shape[1]
+    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * rows.itemsize, rank=4)
+    shape = [ranks, max(count, 1), width // inner, inner]
+    strides = [max(rank_stride, width), width, inner, 1]
+    return TensorDescriptor(rows, shape, strides, [1, 1, block, inner], layout)
+
+
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """Flags and words of one kind of mover.
+
+    Attributes:
+        flags: [R, MAX_CHUNKS] int32 of rank 0; `flags_stride` elements to the next rank's. The phase in which a peer's
+            chunk arrived.
+        counters: [R, MAX_CHUNKS] int32 of this rank: senders that are through with a chunk; 0 between launches.
+        words: [2] int32 of this rank: launches so far, and programs that have ended in this one.
+    """
+
+    flags: Tensor
+    flags_stride: int
+    counters: Tensor
+    words: Tensor
+
+    @staticmethod
+    def make(flags: Tensor, flags_stride: int) -> Arrivals:
+        zeros = torch.zeros_like(flags)
+        return Arrivals(flags, flags_stride, zeros, torch.zeros(2, dtype=torch.int32, device=flags.device))
+
+
+@gluon.jit
+def complete_stores():
+    """Wait until this program's bulk stores are visible (not only read from shared memory)."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def commit_nothing():
+    """An empty group of bulk stores, so that each turn has at least one."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.commit_group; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def fence_bulk_loads():
+    """Bulk loads that follow see what loads before have seen."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def now():
+    """Nanoseconds."""
+    return gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def count_sender(counter, SENDERS: gl.constexpr):
+    """Whether all senders are through, this one being the last. Resets the counter."""
+    gl.thread_barrier()
+    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SENDERS - 1
+    if last:
+        gl.store(counter, 0)
+    return last
+
+
+@gluon.jit
+def raise_flag(flags, flags_stride, to, rank, chunk, phase):
+    """Tell rank `to` that this rank's part of a chunk is there."""
+    at = flags + to.to(gl.int64) * flags_stride + rank * MAX_CHUNKS_ + chunk
+    gl.atomic_xchg(at, phase, sem="release", scope="sys")
+
+
+@gluon.jit
+def await_flag(
+    flags, flags_stride, faults, fault_stride, status, host_status, rank, peer, chunk, phase, operation, number, limit,
+    R: gl.constexpr,
+):  # fmt: skip
+    """Wait until a peer's chunk is there. Returns 0, or what `status` holds then: nothing may be expected any more."""
+    flag = flags + rank.to(gl.int64) * flags_stride + peer * MAX_CHUNKS_ + chunk
+    fault = faults + rank * fault_stride + peer * NUM_FAULTS_
+    failed = gl.load(status, volatile=True)
+    missing = (gl.atomic_add(flag, 0, sem="acquire", scope="sys") - phase) < 0
+    start = now()
+    spins = 0
+    while missing & (failed == 0):
+        missing = (gl.atomic_add(flag, 0, sem="acquire", scope="sys") - phase) < 0
+        spins += 1
+        if missing & (spins % SPINS_BEFORE_LOOKING == 0):
+            failed = gl.load(status, volatile=True)
+            refused = gl.load(fault + REFUSED_RANGE_, volatile=True)
+            first = refused >> 32
+            last = refused & 0x7FFFFFFF
+            poisoned = gl.load(fault + POISONED_, volatile=True)
+            kind = 0
+            if now() - start > limit:
+                kind = 1
+            if poisoned != 0:
+                kind = 3
+            if (first <= number) & (number <= last) & (number > 0):
+                kind = 2
+            if (kind != 0) & (failed == 0):
+                failed = kind | (peer << 4) | (operation << 12)
+                gl.store(status, failed)
+                gl.store(host_status, failed)
+                for r in gl.static_range(R):
+                    gl.store(faults + r * fault_stride + rank * NUM_FAULTS_ + POISONED_, gl.to_tensor(1).to(gl.int64))
+    fence_bulk_loads()
+    return failed
+
+
+@gluon.jit
+def end_launch(words, phase, PROGRAMS: gl.constexpr):
+    """The last program to end counts the launch."""
+    gl.thread_barrier()
+    if gl.atomic_add(words + TICKET, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:
+        gl.store(words + TICKET, 0)
+        gl.store(words + PHASE, phase)

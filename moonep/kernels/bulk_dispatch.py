@@ -1,0 +1,438 @@
+"""Dispatch by bulk copies, in one launch: send, make the copies that stay here, expand what arrives.
+
+Programs [0, N) read this rank's tokens once and store each to its primary on every peer. The others zero the padding,
+copy this rank's tokens to their rows here, and the peers' primaries to their duplicates, chunk by chunk as they arrive.
+A row is a box of 32-bit words in shared memory: one bulk load, and a bulk store for each row that it goes to. A warp
+issues a few hundred instructions a token; each of the four of a program that move rows works on tokens and stages of
+its own.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from moonep.kernels import bulk
+from moonep.kernels.barrier import Signals
+from moonep.kernels.bulk import (
+    PHASE,
+    RowShape,
+    await_flag,
+    commit_nothing,
+    complete_stores,
+    count_sender,
+    end_launch,
+    raise_flag,
+)  # fmt: skip
+from moonep.plan import ARRIVAL_ROW, NO_ARRIVAL
+
+TEAMS = gl.constexpr(4)  # warps of a program
+REGISTERS = gl.constexpr(128)
+ROW = gl.constexpr(ARRIVAL_ROW)
+NONE = gl.constexpr(NO_ARRIVAL)
+
+
+@gluon.jit
+def _load_row(source, rank, row, bar, stage, wanted, BYTES: gl.constexpr):
+    """Start the load of a row into a stage; if it is not wanted, the stage's barrier turns all the same."""
+    mbarrier.expect(bar, BYTES, pred=wanted)
+    mbarrier.arrive(bar, count=1, pred=wanted == 0)
+    tma.async_copy_global_to_shared(source, [rank, row, 0, 0], bar, stage, pred=wanted)
+
+
+@gluon.jit
+def _load_entries(at, wanted, K: gl.constexpr):
+    """The K integers of a token, as a tuple of scalars; NONE if it is not wanted."""
+    entries = ()
+    for k in gl.static_range(K):
+        entries = entries + (gl.load(at + k, mask=wanted, other=NONE),)  # type: ignore[assignment]  # noqa: RUF005
+    return entries
+
+
+@gluon.jit
+def _finish_chunk(sent, flags, flags_stride, counters, phase, rank, N: gl.constexpr, R: gl.constexpr):
+    """This warp is through with a chunk; its stores are complete."""
+    if count_sender(counters + sent, N * TEAMS):
+        for i in gl.static_range(R - 1):
+            raise_flag(flags, flags_stride, (rank + 1 + i) % R, rank, sent, phase)
+
+
+@gluon.jit
+def _send(
+    hidden, rows, sends, flags, flags_stride, counters, phase, num_tokens, rank, smem, bars, TEAM: gl.constexpr,
+    N: gl.constexpr, R: gl.constexpr, W: gl.constexpr, C: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    BYTES: gl.constexpr,
+):  # fmt: skip
+    """One warp's part of what goes to peers: every (N * TEAMS)-th token. All but one of its stages are being loaded."""
+    STEP: gl.constexpr = N * TEAMS
+    AHEAD: gl.constexpr = STAGES - 1
+    first = gl.program_id(0) + TEAM * N
+    for i in gl.static_range(AHEAD):
+        begun = first + i * STEP
+        bar = bars.index(TEAM * STAGES + i)
+        mbarrier.expect(bar, BYTES, pred=begun < num_tokens)
+        tma.async_copy_global_to_shared(
+            hidden, [0, begun, 0, 0], bar, smem.index(TEAM * STAGES + i), pred=begun < num_tokens
+        )
+    places = _load_entries(sends + first * W, first < num_tokens, W)
+    sent = gl.to_tensor(0)
+    token = first
+    stage = gl.to_tensor(TEAM * STAGES)
+    parity = gl.to_tensor(0)
+    free = gl.to_tensor(TEAM * STAGES + AHEAD)
+    while token < num_tokens:
+        if sent < token // CHUNK:
+            complete_stores()
+            while sent < token // CHUNK:
+                _finish_chunk(sent, flags, flags_stride, counters, phase, rank, N, R)
+                sent += 1
+        following = _load_entries(sends + (token + STEP).to(gl.int64) * W, token + STEP < num_tokens, W)
+        ahead = token + AHEAD * STEP
+        tma.store_wait(0)
+        mbarrier.expect(bars.index(free), BYTES, pred=ahead < num_tokens)
+        tma.async_copy_global_to_shared(
+            hidden, [0, ahead, 0, 0], bars.index(free), smem.index(free), pred=ahead < num_tokens
+        )
+        mbarrier.wait(bars.index(stage), parity)
+        for w in gl.static_range(W):
+            place = places[w]
+            if place >= 0:
+                if place // C != rank:
+                    tma.async_copy_shared_to_global(rows, [place // C, place % C, 0, 0], smem.index(stage))
+        places = following
+        token += STEP
+        free = stage
+        stage += 1
+        if stage == (TEAM + 1) * STAGES:
+            stage = gl.to_tensor(TEAM * STAGES)
+            parity ^= 1
+    num_chunks = gl.maximum((num_tokens + CHUNK - 1) // CHUNK, 1)
+    complete_stores()
+    while sent < num_chunks:
+        _finish_chunk(sent, flags, flags_stride, counters, phase, rank, N, R)
+        sent += 1
+
+
+@gluon.jit
+def _zero_padding(
+    rows, weights, fill, rank, zeros, N: gl.constexpr, M: gl.constexpr, G: gl.constexpr, PP: gl.constexpr,
+    BLOCK: gl.constexpr, INNER: gl.constexpr,
+):  # fmt: skip
+    """Zero the padding rows of this rank and their weights: one program's part of the groups."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 1, 32], [1, 1, 4, 1], [3, 2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    zeros.store(gl.zeros([1, 1, BLOCK, INNER], gl.int32, LAYOUT))
+    fence_async_shared()
+    gl.thread_barrier()
+    lanes = gl.arange(0, PP, LANES)
+    g = gl.program_id(0) - N
+    first = gl.load(fill + 2 * g, mask=g < G, other=0)
+    count = gl.load(fill + 2 * g + 1, mask=g < G, other=0)
+    while g < G:
+        following = g + M
+        next_first = gl.load(fill + 2 * following, mask=following < G, other=0)
+        next_count = gl.load(fill + 2 * following + 1, mask=following < G, other=0)
+        gl.store(weights + first + lanes, gl.zeros([PP], gl.float32, LANES), mask=lanes < count)
+        for row in range(count):
+            tma.async_copy_shared_to_global(rows, [rank, first + row, 0, 0], zeros)
+        first = next_first
+        count = next_count
+        g = following
+
+
+@gluon.jit
+def _await_chunk(
+    tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, chunk, operation, number,
+    limit, R: gl.constexpr, CHUNK: gl.constexpr,
+):  # fmt: skip
+    """Wait for a chunk of all peers that have it; every peer has the first."""
+    failed = gl.to_tensor(0)
+    for peer_hop in range(1, R):
+        peer = (rank + peer_hop) % R
+        if (chunk == 0) | (chunk * CHUNK < gl.load(tokens + peer)):
+            failed |= await_flag(
+                flags, flags_stride, faults, fault_stride, status, host_status, rank, peer, chunk, phase, operation,
+                number, limit, R,
+            )  # fmt: skip
+    return failed
+
+
+@gluon.jit
+def _keep_arrivals(
+    arriving, arrivals, tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, operation,
+    number, limit, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    CHUNK: gl.constexpr,
+):  # fmt: skip
+    """The plan's own copy of what sources have written, chunk by chunk. Beyond a rank's tokens there are no arrivals."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lanes = gl.arange(0, 128, LANES)
+    failed = gl.to_tensor(0)
+    for chunk in range((S + CHUNK - 1) // CHUNK):
+        failed |= _await_chunk(
+            tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, chunk, operation,
+            number, limit, R, CHUNK,
+        )  # fmt: skip
+        for r in range(R):
+            there = gl.load(tokens + r) * K
+            at = chunk * CHUNK * K + (gl.program_id(0) - N) * 128
+            end = gl.minimum((chunk + 1) * CHUNK, S) * K
+            while at < end:
+                where = (r * S).to(gl.int64) * K + at + lanes
+                entry = gl.load(arriving + where, mask=(at + lanes < there) & (at + lanes < end), other=NONE)
+                gl.store(arrivals + where, entry, mask=(at + lanes < end) & (failed == 0))
+                at += M * 128
+
+
+@gluon.jit
+def _copy(
+    hidden, rows, arriving, tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank,
+    operation, number, limit, smem, bars, TEAM: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """Copy rows to their rows here: own tokens from `hidden`, those of peers from the primaries that arrived.
+
+    One token of each source in turn, in token order: own tokens are read while senders read them, and arrivals when
+    they have just come.
+    """
+    lid = gl.program_id(0) - N + TEAM * M
+    STEP: gl.constexpr = M * TEAMS
+    most = 0
+    for r in gl.static_range(R):
+        most = gl.maximum(most, gl.load(tokens + r))
+    units = gl.maximum((most - lid + STEP - 1) // STEP, 0) * R
+    failed = gl.to_tensor(0)
+    if units == 0:  # nobody may go on before every peer is here
+        failed |= _await_chunk(
+            tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, 0, operation, number,
+            limit, R, CHUNK,
+        )  # fmt: skip
+    own_tokens = gl.load(tokens + rank)
+    own = arriving + ((rank * S).to(gl.int64) + lid) * K
+    entries = _load_entries(own, (lid < own_tokens) & (units > 0), K)  # of the unit whose load starts next
+    here = _load_entries(own, (lid < own_tokens) & (units > 0), K)  # of the unit whose copies start next
+    awaited = gl.to_tensor(0)
+    hop = gl.to_tensor(0)  # to the source of the unit whose load starts next
+    token = lid
+    past_hop = gl.to_tensor(0)  # the same of the unit whose copies start next
+    past_token = lid
+    fill_stage = gl.to_tensor(TEAM * STAGES)
+    stage = gl.to_tensor(TEAM * STAGES)
+    parity = gl.to_tensor(0)
+    u = gl.to_tensor(0)
+    while u < units + AHEAD:
+        next_hop = hop + 1
+        next_token = token
+        if next_hop == R:
+            next_hop = gl.to_tensor(0)
+            next_token = token + STEP
+        if (next_hop != 0) & (u + 1 < units):
+            while awaited <= next_token // CHUNK:
+                failed |= _await_chunk(
+                    tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, awaited,
+                    operation, number, limit, R, CHUNK,
+                )  # fmt: skip
+                awaited += 1
+        source = (rank + next_hop) % R
+        wanted = (u + 1 < units) & (next_token < gl.load(tokens + source)) & (failed == 0)
+        next_entries = _load_entries(arriving + ((source * S).to(gl.int64) + next_token) * K, wanted, K)
+        if u < units:
+            head = entries[K - 1]
+            count = (head >= 0).to(gl.int32)
+            for i in gl.static_range(K - 1):
+                entry = entries[K - 2 - i]
+                head = gl.where(entry >= 0, entry, head)
+                count += (entry >= 0).to(gl.int32)
+            tma.store_wait(STAGES - AHEAD - 1)
+            if hop == 0:
+                _load_row(hidden, 0, token, bars.index(fill_stage), smem.index(fill_stage), count > 0, BYTES)
+            else:
+                _load_row(rows, rank, head & ROW, bars.index(fill_stage), smem.index(fill_stage), count > 1, BYTES)
+            fill_stage += 1
+            if fill_stage == (TEAM + 1) * STAGES:
+                fill_stage = gl.to_tensor(TEAM * STAGES)
+        if u >= AHEAD:
+            copied = past_hop
+            past_hop += 1
+            if past_hop == R:
+                past_hop = gl.to_tensor(0)
+                past_token += STEP
+            past_source = (rank + past_hop) % R
+            past_wanted = (u + 1 < units + AHEAD) & (past_token < gl.load(tokens + past_source)) & (failed == 0)
+            next_here = _load_entries(arriving + ((past_source * S).to(gl.int64) + past_token) * K, past_wanted, K)
+            mbarrier.wait(bars.index(stage), parity)
+            arrived = (copied != 0).to(gl.int32)  # then the first row is there already
+            seen = 0
+            for k in gl.static_range(K):
+                entry = here[k]
+                if entry >= 0:
+                    if seen >= arrived:
+                        tma.async_copy_shared_to_global(rows, [rank, entry & ROW, 0, 0], smem.index(stage))
+                    seen += 1
+            if seen <= arrived:
+                commit_nothing()
+            here = next_here
+            stage += 1
+            if stage == (TEAM + 1) * STAGES:
+                stage = gl.to_tensor(TEAM * STAGES)
+                parity ^= 1
+        entries = next_entries
+        hop = next_hop
+        token = next_token
+        u += 1
+
+
+@gluon.jit
+def _move(
+    hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride, status,
+    host_status, rank, operation, number, limit, smem, bars, TEAM: gl.constexpr,
+    N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
+    C: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """What a warp that moves rows does."""
+    phase = gl.load(words + PHASE) + 1
+    if gl.program_id(0) < N:
+        _send(
+            hidden, rows, sends, flags, flags_stride, counters, phase, gl.load(tokens + rank), rank, smem, bars, TEAM,
+            N, R, W, C, CHUNK, STAGES, BYTES,
+        )  # fmt: skip
+    else:
+        _copy(
+            hidden, rows, arriving, tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank,
+            operation, number, limit, smem, bars, TEAM, N, M, R, S, K, CHUNK, STAGES, AHEAD, BYTES,
+        )  # fmt: skip
+    complete_stores()
+    end_launch(words, phase, (N + M) * (TEAMS + 1))
+
+
+@gluon.jit
+def _attend(
+    rows, weights, fill, arriving, arrivals, tokens, flags, flags_stride, words, faults, fault_stride, status,
+    host_status, rank, operation, number, limit, zeros,
+    FRESH: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    G: gl.constexpr, PP: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr,
+):  # fmt: skip
+    """What the other warps of a program do: all but rows of tokens."""
+    phase = gl.load(words + PHASE) + 1
+    if gl.program_id(0) >= N:
+        _zero_padding(rows, weights, fill, rank, zeros, N, M, G, PP, BLOCK, INNER)
+        if FRESH:
+            _keep_arrivals(
+                arriving, arrivals, tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank,
+                operation, number, limit, N, M, R, S, K, CHUNK,
+            )  # fmt: skip
+    complete_stores()
+    end_launch(words, phase, (N + M) * (TEAMS + 1))
+
+
+@gluon.jit(do_not_specialize=["rank", "operation", "number", "limit"])
+def _dispatch_kernel(
+    hidden, rows, sends, weights, fill, arriving, arrivals, tokens, flags, flags_stride, counters, words, faults,
+    fault_stride, status, host_status, rank, operation, number, limit,
+    FRESH: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    W: gl.constexpr, C: gl.constexpr, G: gl.constexpr, PP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr,
+):  # fmt: skip
+    """Programs [0, N) send, the M others copy: four warps each, which share nothing, and four that attend."""
+    if gl.load(status) != 0:
+        return
+    BYTES: gl.constexpr = BLOCK * INNER * 4
+    smem = gl.allocate_shared_memory(hidden.dtype, [TEAMS * STAGES + 1, 1, 1, BLOCK, INNER], hidden.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [TEAMS * STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(TEAMS * STAGES):
+        mbarrier.init(bars.index(i), count=1)
+    zeros = smem.index(TEAMS * STAGES)
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    rows, weights, fill, arriving, arrivals, tokens, flags, flags_stride, words, faults, fault_stride,
+                    status, host_status, rank, operation, number, limit, zeros, FRESH, N, M, R, S, K, G, PP, CHUNK,
+                    BLOCK, INNER,
+                ),
+            ),
+            (
+                _move,
+                (
+                    hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
+                    status, host_status, rank, operation, number, limit, smem, bars, 0, N, M, R, S, K, W, C, CHUNK, STAGES,
+                    AHEAD, BYTES,
+                ),
+            ),
+            (
+                _move,
+                (
+                    hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
+                    status, host_status, rank, operation, number, limit, smem, bars, 1, N, M, R, S, K, W, C, CHUNK, STAGES,
+                    AHEAD, BYTES,
+                ),
+            ),
+            (
+                _move,
+                (
+                    hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
+                    status, host_status, rank, operation, number, limit, smem, bars, 2, N, M, R, S, K, W, C, CHUNK, STAGES,
+                    AHEAD, BYTES,
+                ),
+            ),
+            (
+                _move,
+                (
+                    hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
+                    status, host_status, rank, operation, number, limit, smem, bars, 3, N, M, R, S, K, W, C, CHUNK, STAGES,
+                    AHEAD, BYTES,
+                ),
+            ),
+        ],
+        [1, 1, 1, 1],
+        [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+    )  # fmt: skip
+
+
+MAX_STAGES = 3  # of a warp
+
+
+def row_shape(H: int, itemsize: int) -> RowShape:
+    """Of a row as this mover sees it: 32-bit words."""
+    return RowShape(H * itemsize // 4, 4)
+
+
+def move_rows(
+    hidden: Tensor, rows: Tensor, rows_stride: int, weights: Tensor, sends: Tensor, fill: Tensor, arriving: Tensor,
+    arrivals: Tensor | None, tokens: Tensor, arrived: bulk.Arrivals, signals: Signals, rank: int,
+    waiting: tuple[int, int, int], P: int, senders: int, copiers: int,
+) -> None:  # fmt: skip
+    """Send each token's row to its ranks, copy it to all its rows there, and zero this rank's padding.
+
+    Args:
+        hidden: [s, H] int32 words, at an address that 16 divides.
+        rows: [C, H] int32 words of rank 0; `rows_stride` elements to the next rank's.
+        weights: [C] fp32 of this rank: those of padding rows are zeroed.
+        sends, fill, tokens: of the plan.
+        arriving: [R, S, K] int32, the arrivals of this rank, as sources have written them or of the plan.
+        arrivals: [R, S, K] int32, gets a copy of them; None: not.
+        arrived: flags between ranks.
+        waiting: (operation, number, limit) of `barrier.barrier`.
+        P: rows that a group is padded to a multiple of.
+        senders, copiers: programs; each takes a multiprocessor.
+
+    Moves: s x (ranks of a token) rows. Visible when it ends: all rows of this rank, whoever sent them.
+    """
+    s, H = hidden.shape
+    R, S, K = arriving.shape
+    C = rows.shape[0]
+    shape = RowShape(H, 4)
+    stages = min(MAX_STAGES, (bulk.SHARED_BYTES // shape.block_bytes - 1) // TEAMS.value)
+    own = bulk.describe_rows(hidden if s else rows, 1, 0, s, shape.inner, shape.block)
+    every = bulk.describe_rows(rows, R, rows_stride, C, shape.inner, shape.block)
+    _dispatch_kernel[(senders + copiers,)](
+        own, every, sends if s else fill, weights, fill, arriving, arriving if arrivals is None else arrivals, tokens,
+        arrived.flags, arrived.flags_stride, arrived.counters, arrived.words, signals.faults, signals.fault_stride,
+        signals.status, signals.host_status, rank, *waiting,
+        FRESH=arrivals is not None, N=senders, M=copiers, R=R, S=S, K=K, W=min(R, K), C=C, G=fill.shape[0],
+        PP=max(128, triton.next_power_of_2(P)), CHUNK=bulk.chunk_tokens(S), STAGES=stages,
+        AHEAD=stages - 1, BLOCK=shape.block, INNER=shape.inner, num_warps=4,
+    )  # fmt: skip
