@@ -192,7 +192,8 @@ def check_plan(plan: Plan | Sequence[Plan]) -> list[str]:
     I1 conservation, I2 balance (exact, or within the tolerance), I3 one foreign home a rank, I4 at most L redundant
     experts (and the right ones in the slots), I5 capacity, I6 bijection of assignments and rows, I7 row order
     (source rank, token, k) within a group, I8 groups (monotone, multiples of P, empty groups without rows, zero fill
-    exactly on the padding), I9 the first of a token's assignments on a rank is its primary; sends and arrivals follow `dst`.
+    exactly on the padding), I9 the first of a token's assignments on a rank is its primary, sends and arrivals follow
+    `dst`.
     """
     plans = [plan] if isinstance(plan, Plan) else list(plan)
     whole = len(plans) == plans[0].dims.R

@@ -120,6 +120,7 @@ class GpuBackend:
             Region("faults", (d.R, barriers.NUM_FAULTS), torch.int64),
             Region("load", (d.R, d.E), torch.int32),
             Region("tokens", (d.R,), torch.int32),
+            Region("arriving_weights", (d.R, d.S, d.K), torch.float32),
         ]
         make_movers = movers.BulkMovers if movers.choose(self.device, d, dtype) == "bulk" else movers.PortableMovers
         self.layout = Layout([*regions, *make_movers.regions(d), *row_regions(d, dtype)])
@@ -152,6 +153,10 @@ class GpuBackend:
         for chunk in data:
             chunk.close()
         return views
+
+    def _weights_of(self, weights_sK: Tensor | None) -> Tensor | None:
+        """Where the route weights of all sources arrive, if they come along."""
+        return None if weights_sK is None else self.mine("arriving_weights")
 
     def mine(self, name: str) -> Tensor:
         """A region of this rank."""
@@ -219,20 +224,25 @@ class GpuBackend:
         """Plan, and send rows into the forward region of every rank. One cross-rank barrier before rows move."""
         d = self.dims
         made = rows.PlanTensors.make(d, len(topk_sK), self.device)
+        signals, waiting = self.barrier.signals, self.barrier.waiting()
         load.count_load(
-            topk_sK, self.tables.counts, *self.of_all("load"), *self.of_all("tokens"), counts_E, self.host_status,
-            self.rank, d.R, d.E, d.K,
+            topk_sK, self.tables.counts, self.tables.totals, *self.of_all("load"), *self.of_all("tokens"), counts_E,
+            signals, self.rank, waiting[0], d.R, d.E, d.K,
         )  # fmt: skip
-        self.barrier.wait()  # all loads are there; nobody reads forward rows and arrivals any more
-        solve.launch_solve(self.mine("load"), self.status, self.solution, d)
+        # From here on all loads are there, and nobody reads forward rows and arrivals any more.
+        num_blocks = load.num_blocks(len(topk_sK), d.K)
+        solve.launch_agreed(
+            self.mine("load"), self.solution, d, self.tables.counts, num_blocks, signals, self.rank, waiting
+        )
         rows.lay_groups(self.solution, self.status, self.tables, made, self.rank, d)
         rows.split_sources(self.mine("load"), self.mine("tokens"), self.status, self.tables, made, self.rank, d)
         rows.assign_rows(
-            topk_sK, weights_sK, *self.of_all("arrivals"), *self.of_all("forward_weights"), self.status, self.tables,
+            topk_sK, weights_sK, *self.of_all("arrivals"), *self.of_all("arriving_weights"), self.status, self.tables,
             made, self.rank, d,
         )  # fmt: skip
         self.forward.touch()
-        self.movers.move(self.forward, _words(hidden_sH), made, made.zero_fill_ranges, self.mine("arrivals"))
+        arriving = movers.Arriving(self.mine("arrivals"), self._weights_of(weights_sK))
+        self.movers.move(self.forward, _words(hidden_sH), made, made.zero_fill_ranges, arriving)
         return Plan(
             dims=d,
             rank=self.rank,
@@ -255,10 +265,10 @@ class GpuBackend:
         if sync:
             self.barrier.wait()  # nobody reads the gradient region any more
         if weights_sK is not None:
-            weights_0, stride = self.of_all("gradient_weights")
-            dispatch.send_weights(weights_sK, plan.dst, self.status, weights_0, stride, self.dims.C)
+            dispatch.send_weights(weights_sK, self.status, *self.of_all("arriving_weights"), self.rank, self.dims.R)
         self.gradient.touch()
-        self.movers.move(self.gradient, _words(hidden_sH), plan, plan.zero_fill_ranges, None)
+        arriving = movers.Arriving(None, self._weights_of(weights_sK))
+        self.movers.move(self.gradient, _words(hidden_sH), plan, plan.zero_fill_ranges, arriving)
 
     def combine(
         self, plan: Plan, hidden_CH: Tensor, weights_C: Tensor | None, sync: bool

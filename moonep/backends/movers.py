@@ -6,6 +6,7 @@ one launch an operation. `PortableMovers`: loads and stores, and a barrier betwe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +51,19 @@ def choose(device: torch.device, dims: Dims, dtype: torch.dtype) -> str:
     return asked or ("bulk" if possible else "portable")
 
 
+@dataclass(frozen=True)
+class Arriving:
+    """What sources have written for this rank.
+
+    Attributes:
+        arrivals: [R, S, K] int32; None: the plan has them.
+        weights: [R, S, K] fp32 route weights; None: none come along.
+    """
+
+    arrivals: Tensor | None
+    weights: Tensor | None
+
+
 class PortableMovers:
     """By loads and stores, on any GPU and in the interpreter."""
 
@@ -67,17 +81,21 @@ class PortableMovers:
         return []
 
     def move(
-        self, region: RowRegion, hidden_sH: Tensor, made: PlanTensors | Plan, fill: Tensor, arriving: Tensor | None
+        self, region: RowRegion, hidden_sH: Tensor, made: PlanTensors | Plan, fill: Tensor, arriving: Arriving
     ) -> None:
-        """Send rows and expand them. `arriving`: where sources have written arrivals, if the plan is fresh."""
+        """Send rows and expand them."""
         b = self.backend
         rows, stride = b.words_of(region)
         dispatch.send_rows(
             hidden_sH, made.dst, fill, b.status, rows, stride, region.weights, b.rank, b.dims.K, b.dims.C, self.programs
         )
         b.barrier.wait()  # all rows and arrivals are there
-        if arriving is not None:
-            dispatch.take_arrivals(arriving, made.arrivals, made.tokens, b.status)
+        fresh = arriving.arrivals is not None
+        if fresh or arriving.weights is not None:
+            dispatch.take_arrivals(
+                made.arrivals if arriving.arrivals is None else arriving.arrivals, made.arrivals if fresh else None,
+                made.tokens, arriving.weights, region.weights, b.status,
+            )  # fmt: skip
         dispatch.expand_rows(region.rows.view(torch.int32), made.arrivals, made.tokens, b.status, self.local_programs)
 
     def sum(
@@ -125,17 +143,19 @@ class BulkMovers:
         return [Region("flags", (dims.R, MAX_CHUNKS), torch.int32)]
 
     def move(
-        self, region: RowRegion, hidden_sH: Tensor, made: PlanTensors | Plan, fill: Tensor, arriving: Tensor | None
+        self, region: RowRegion, hidden_sH: Tensor, made: PlanTensors | Plan, fill: Tensor, arriving: Arriving
     ) -> None:
-        """Send rows and expand them. `arriving`: where sources have written arrivals, if the plan is fresh."""
+        """Send rows and expand them."""
         from moonep.kernels import bulk_dispatch
 
         b = self.backend
         rows, stride = b.words_of(region)
+        fresh = arriving.arrivals is not None
         bulk_dispatch.move_rows(
-            hidden_sH, rows, stride, region.weights, made.sends, fill, made.arrivals if arriving is None else arriving,
-            None if arriving is None else made.arrivals, made.tokens, self.arrived, b.barrier.signals, b.rank,
-            b.barrier.waiting(), b.dims.P, self.senders, self.copiers,
+            hidden_sH, rows, stride, region.weights, made.sends, fill,
+            made.arrivals if arriving.arrivals is None else arriving.arrivals, made.arrivals if fresh else None,
+            arriving.weights, made.tokens, self.arrived, b.barrier.signals, b.rank, b.barrier.waiting(), b.dims.P,
+            self.senders, self.copiers,
         )  # fmt: skip
 
     def sum(

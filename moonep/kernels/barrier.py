@@ -39,27 +39,38 @@ def _now(TIMER: tl.constexpr):
         return tl.full([], 0, tl.int64)
 
 
-@triton.jit(do_not_specialize=["rank", "operation", "number", "limit"])
-def _barrier_kernel(
+@triton.jit
+def arrive(
+    signals, signal_stride, faults, fault_stride, epoch, status, rank, operation,
+    R: tl.constexpr, RP: tl.constexpr, NF: tl.constexpr,
+):  # fmt: skip
+    """First half of a barrier: tell every peer. Lane r of the vectors deals with rank r."""
+    if tl.load(status) == 0:
+        lane = tl.arange(0, RP)
+        now = tl.load(epoch) + 1
+        tl.store(
+            faults + lane * fault_stride + rank * NF + OPERATION + (now & 1),
+            (operation + lane * 0).to(tl.int64),
+            mask=lane < R,
+        )
+        tl.debug_barrier()
+        tl.atomic_add(signals + lane * signal_stride + rank, 1, mask=lane < R, sem="release", scope="sys")
+        tl.store(epoch, now)
+
+
+@triton.jit
+def wait(
     signals, signal_stride, faults, fault_stride, epoch, status, host_status, rank, operation, number, limit,
     R: tl.constexpr, RP: tl.constexpr, NF: tl.constexpr, TIMER: tl.constexpr,
 ):  # fmt: skip
-    """One program. Lane r of the vectors deals with rank r."""
+    """Second half: wait for every peer. Returns 0, or what `status` holds then. Any number of programs may wait."""
     lane = tl.arange(0, RP)
     is_rank = lane < R
     failed = tl.load(status)
-    now = tl.load(epoch) + 1
+    now = tl.load(epoch)
     parity = now & 1
     mine = faults + rank * fault_stride
     if failed == 0:
-        tl.store(
-            faults + lane * fault_stride + rank * NF + OPERATION + parity,
-            (operation + lane * 0).to(tl.int64),
-            mask=is_rank,
-        )
-        tl.debug_barrier()
-        tl.atomic_add(signals + lane * signal_stride + rank, 1, mask=is_rank, sem="release", scope="sys")
-        tl.store(epoch, now)
         start = _now(TIMER)
         spins = tl.full([], 0, tl.int64)
         waiting = 1
@@ -96,6 +107,21 @@ def _barrier_kernel(
             tl.store(status, failed)
             tl.store(host_status, failed)
             tl.store(faults + lane * fault_stride + rank * NF + POISONED, (lane * 0 + 1).to(tl.int64), mask=is_rank)
+    return failed
+
+
+@triton.jit(do_not_specialize=["rank", "operation", "number", "limit"])
+def _barrier_kernel(
+    signals, signal_stride, faults, fault_stride, epoch, status, host_status, rank, operation, number, limit,
+    R: tl.constexpr, RP: tl.constexpr, NF: tl.constexpr, TIMER: tl.constexpr,
+):  # fmt: skip
+    """One program."""
+    arrive(signals, signal_stride, faults, fault_stride, epoch, status, rank, operation, R, RP, NF)
+    tl.debug_barrier()
+    wait(
+        signals, signal_stride, faults, fault_stride, epoch, status, host_status, rank, operation, number, limit,
+        R, RP, NF, TIMER,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rank", "refused", "poison"])

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moonep.kernels.barrier import NUM_FAULTS, POISONED, REFUSED_RANGE
 
-MAX_CHUNKS = 16
+MAX_CHUNKS = 32
 _MIN_CHUNK = 64
 MAX_BOX = 256  # most elements of a descriptor's box in one dimension
 _MIN_INNER_BYTES = 128  # at which boxes begin in shared memory
@@ -98,6 +98,11 @@ def describe_rows(rows: Tensor, ranks: int, rank_stride: int, count: int, inner:
     return TensorDescriptor(rows, shape, strides, [1, 1, block, inner], layout)
 
 
+def waiting_for(groups: int) -> str:
+    """The instruction that waits for all groups of bulk stores but the last `groups` to be visible."""
+    return f"cp.async.bulk.wait_group {groups}; mov.u32 $0, 0;"
+
+
 @dataclass(frozen=True, eq=False)
 class Arrivals:
     """Flags and words of one kind of mover.
@@ -126,6 +131,12 @@ def complete_stores():
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def complete_stores_but(WAIT: gl.constexpr):
+    """The same but for the last groups, as many as `waiting_for` says."""
+    gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

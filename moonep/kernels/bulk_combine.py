@@ -2,7 +2,8 @@
 
 Programs [0, N) sum the rows that peers' tokens have here, chunk by chunk, and write each sum into its rank's staging.
 The others sum the rows that this rank's tokens have here, wait for the chunk's partial sums from the peers, and add all
-up in rank order. In each program one warp loads rows (pieces of long ones) into slots of shared memory, and two teams of
+up in rank order. In each program one warp loads rows (pieces of long ones) into slots of shared memory,
+and two teams of
 warps sum half a row each: while one waits or stores, the other adds.
 """
 
@@ -144,9 +145,9 @@ def _load_rows(
 @gluon.jit
 def _push(
     arrivals, tokens, staging, staging_stride, flags, flags_stride, counters, phase, rank, smem, full, empty,
-    TEAM: gl.constexpr, N: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr, W: gl.constexpr, H: gl.constexpr,
-    CHUNK: gl.constexpr, PIECES: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr, LAYOUT: gl.constexpr,
-    DTYPE: gl.constexpr,
+    TEAM: gl.constexpr, N: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
+    H: gl.constexpr, CHUNK: gl.constexpr, PIECES: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr,
+    LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One program's part of what goes to peers. A block is its part of one chunk of one peer."""
     UNITS: gl.constexpr = (CHUNK + N - 1) // N
@@ -271,8 +272,9 @@ def _sum_tokens(
     arrivals, tokens, dst, sends, staging, staging_stride, output, weights, weights_stride, route_weights, flags,
     flags_stride, counters, words, faults, fault_stride, status, host_status, rank, operation, number, limit, smem,
     full, empty, TEAM: gl.constexpr, HAS_WEIGHTS: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
-    S: gl.constexpr, K: gl.constexpr, W: gl.constexpr, C: gl.constexpr, H: gl.constexpr, CHUNK: gl.constexpr, PIECES: gl.constexpr,
-    OUTER: gl.constexpr, INNER: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, WARPS: gl.constexpr,
+    S: gl.constexpr, K: gl.constexpr, W: gl.constexpr, C: gl.constexpr, H: gl.constexpr, CHUNK: gl.constexpr,
+    PIECES: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """A team of summing warps of every program."""
     phase = gl.load(words + PHASE) + 1
@@ -324,19 +326,19 @@ def _combine_kernel(
             (
                 _sum_tokens,
                 (
-                    arrivals, tokens, dst, sends, staging, staging_stride, output, weights, weights_stride, route_weights,
-                    flags, flags_stride, counters, words, faults, fault_stride, status, host_status, rank, operation,
-                    number, limit, smem, full, empty, 0, HAS_WEIGHTS, N, M, R, S, K, W, C, H, CHUNK, PIECES, OUTER,
-                    INNER, LAYOUT, DTYPE, WARPS,
+                    arrivals, tokens, dst, sends, staging, staging_stride, output, weights, weights_stride,
+                    route_weights, flags, flags_stride, counters, words, faults, fault_stride, status, host_status,
+                    rank, operation, number, limit, smem, full, empty, 0, HAS_WEIGHTS, N, M, R, S, K, W, C, H, CHUNK,
+                    PIECES, OUTER, INNER, LAYOUT, DTYPE, WARPS,
                 ),
             ),
             (
                 _sum_tokens,
                 (
-                    arrivals, tokens, dst, sends, staging, staging_stride, output, weights, weights_stride, route_weights,
-                    flags, flags_stride, counters, words, faults, fault_stride, status, host_status, rank, operation,
-                    number, limit, smem, full, empty, 1, HAS_WEIGHTS, N, M, R, S, K, W, C, H, CHUNK, PIECES, OUTER,
-                    INNER, LAYOUT, DTYPE, WARPS,
+                    arrivals, tokens, dst, sends, staging, staging_stride, output, weights, weights_stride,
+                    route_weights, flags, flags_stride, counters, words, faults, fault_stride, status, host_status,
+                    rank, operation, number, limit, smem, full, empty, 1, HAS_WEIGHTS, N, M, R, S, K, W, C, H, CHUNK,
+                    PIECES, OUTER, INNER, LAYOUT, DTYPE, WARPS,
                 ),
             ),
             (
@@ -385,8 +387,8 @@ class PieceShape:
 
 def sum_rows(
     rows: Tensor, arrivals: Tensor, tokens: Tensor, dst: Tensor, sends: Tensor, staging: Tensor, staging_stride: int,
-    W: int, output: Tensor, weights: Tensor | None, weights_stride: int, route_weights: Tensor | None, arrived: bulk.Arrivals,
-    signals: Signals, rank: int, waiting: tuple[int, int, int], senders: int, finishers: int,
+    W: int, output: Tensor, weights: Tensor | None, weights_stride: int, route_weights: Tensor | None,
+    arrived: bulk.Arrivals, signals: Signals, rank: int, waiting: tuple[int, int, int], senders: int, finishers: int,
 ) -> None:  # fmt: skip
     """Sum each token's rows, on the ranks that have them and then on the token's: see `reference.combine`.
 
@@ -410,11 +412,11 @@ def sum_rows(
     gather = weights is not None
     _combine_kernel[(senders + finishers + gather,)](
         bulk.describe_rows(rows, 1, 0, C, piece.inner, piece.outer), arrivals, tokens, dst if s else tokens,
-        sends if s else tokens, staging, staging_stride, output if s else staging, signals.faults if weights is None else weights, weights_stride,
+        sends if s else tokens, staging, staging_stride, output if s else staging,
+        signals.faults if weights is None else weights, weights_stride,
         signals.faults if route_weights is None or not s else route_weights, arrived.flags, arrived.flags_stride,
         arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status, signals.host_status,
-        rank, *waiting,
-        HAS_WEIGHTS=int(gather), N=senders, M=finishers, R=R, S=S, K=K, W=W, C=C, H=H, CHUNK=bulk.chunk_tokens(S),
-        SLOTS=piece.slots, PIECES=piece.pieces, OUTER=piece.outer, INNER=piece.inner, VECTOR=vector,
-        LANES=min(32, piece.inner // vector), WARPS=TEAM_WARPS, num_warps=TEAM_WARPS,
+        rank, *waiting, HAS_WEIGHTS=int(gather), N=senders, M=finishers, R=R, S=S, K=K, W=W, C=C, H=H,
+        CHUNK=bulk.chunk_tokens(S), SLOTS=piece.slots, PIECES=piece.pieces, OUTER=piece.outer, INNER=piece.inner,
+        VECTOR=vector, LANES=min(32, piece.inner // vector), WARPS=TEAM_WARPS, num_warps=TEAM_WARPS,
     )  # fmt: skip

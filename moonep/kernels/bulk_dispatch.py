@@ -23,6 +23,7 @@ from moonep.kernels.bulk import (
     await_flag,
     commit_nothing,
     complete_stores,
+    complete_stores_but,
     count_sender,
     end_launch,
     raise_flag,
@@ -31,6 +32,7 @@ from moonep.plan import ARRIVAL_ROW, NO_ARRIVAL
 
 TEAMS = gl.constexpr(4)  # warps of a program
 REGISTERS = gl.constexpr(128)
+LEAD_CHUNKS = gl.constexpr(2)
 ROW = gl.constexpr(ARRIVAL_ROW)
 NONE = gl.constexpr(NO_ARRIVAL)
 
@@ -64,9 +66,12 @@ def _finish_chunk(sent, flags, flags_stride, counters, phase, rank, N: gl.conste
 def _send(
     hidden, rows, sends, flags, flags_stride, counters, phase, num_tokens, rank, smem, bars, TEAM: gl.constexpr,
     N: gl.constexpr, R: gl.constexpr, W: gl.constexpr, C: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-    BYTES: gl.constexpr,
+    BYTES: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
-    """One warp's part of what goes to peers: every (N * TEAMS)-th token. All but one of its stages are being loaded."""
+    """One warp's part of what goes to peers: every (N * TEAMS)-th token. All but one of its stages are being loaded.
+
+    Each token has W groups of stores, so that all but the last token's can be waited for.
+    """
     STEP: gl.constexpr = N * TEAMS
     AHEAD: gl.constexpr = STAGES - 1
     first = gl.program_id(0) + TEAM * N
@@ -84,9 +89,9 @@ def _send(
     parity = gl.to_tensor(0)
     free = gl.to_tensor(TEAM * STAGES + AHEAD)
     while token < num_tokens:
-        if sent < token // CHUNK:
-            complete_stores()
-            while sent < token // CHUNK:
+        if (token != first) & (sent < (token - STEP) // CHUNK):
+            complete_stores_but(WAIT)
+            while sent < (token - STEP) // CHUNK:
                 _finish_chunk(sent, flags, flags_stride, counters, phase, rank, N, R)
                 sent += 1
         following = _load_entries(sends + (token + STEP).to(gl.int64) * W, token + STEP < num_tokens, W)
@@ -99,9 +104,10 @@ def _send(
         mbarrier.wait(bars.index(stage), parity)
         for w in gl.static_range(W):
             place = places[w]
-            if place >= 0:
-                if place // C != rank:
-                    tma.async_copy_shared_to_global(rows, [place // C, place % C, 0, 0], smem.index(stage))
+            if (place >= 0) & (place // C != rank):
+                tma.async_copy_shared_to_global(rows, [place // C, place % C, 0, 0], smem.index(stage))
+            else:
+                commit_nothing()
         places = following
         token += STEP
         free = stage
@@ -162,11 +168,15 @@ def _await_chunk(
 
 @gluon.jit
 def _keep_arrivals(
-    arriving, arrivals, tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, operation,
-    number, limit, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
+    arriving, arrivals, arriving_weights, weights, tokens, flags, flags_stride, faults, fault_stride, status,
+    host_status, phase, rank, operation, number, limit, FRESH: gl.constexpr, HAS_WEIGHTS: gl.constexpr,
+    N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
     CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """The plan's own copy of what sources have written, chunk by chunk. Beyond a rank's tokens there are no arrivals."""
+    """The plan's own copy of what sources have written, chunk by chunk, and route weights to their rows.
+
+    Beyond a rank's tokens there are no arrivals.
+    """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lanes = gl.arange(0, 128, LANES)
     failed = gl.to_tensor(0)
@@ -182,27 +192,35 @@ def _keep_arrivals(
             while at < end:
                 where = (r * S).to(gl.int64) * K + at + lanes
                 entry = gl.load(arriving + where, mask=(at + lanes < there) & (at + lanes < end), other=NONE)
-                gl.store(arrivals + where, entry, mask=(at + lanes < end) & (failed == 0))
+                if FRESH:
+                    gl.store(arrivals + where, entry, mask=(at + lanes < end) & (failed == 0))
+                if HAS_WEIGHTS:
+                    here = (entry >= 0) & (failed == 0)
+                    gl.store(weights + (entry & ROW), gl.load(arriving_weights + where, mask=here), mask=here)
                 at += M * 128
 
 
 @gluon.jit
 def _copy(
     hidden, rows, arriving, tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank,
-    operation, number, limit, smem, bars, TEAM: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, BYTES: gl.constexpr,
+    operation, number, limit, smem, bars, TEAM: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
+    S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    BYTES: gl.constexpr,
 ):  # fmt: skip
     """Copy rows to their rows here: own tokens from `hidden`, those of peers from the primaries that arrived.
 
-    One token of each source in turn, in token order: own tokens are read while senders read them, and arrivals when
-    they have just come.
+    One token of each source in turn, in token order. Arrivals are read when they have just come, and own tokens at
+    about the time when senders read them, some chunks earlier: both are likely to be in the L2 cache.
     """
     lid = gl.program_id(0) - N + TEAM * M
     STEP: gl.constexpr = M * TEAMS
     most = 0
     for r in gl.static_range(R):
         most = gl.maximum(most, gl.load(tokens + r))
+    LEAD: gl.constexpr = (LEAD_CHUNKS * CHUNK + STEP - 1) // STEP * STEP  # tokens that own ones are ahead
     units = gl.maximum((most - lid + STEP - 1) // STEP, 0) * R
+    if (R > 1) & (units > 0):
+        units += LEAD // STEP * R
     failed = gl.to_tensor(0)
     if units == 0:  # nobody may go on before every peer is here
         failed |= _await_chunk(
@@ -215,7 +233,7 @@ def _copy(
     here = _load_entries(own, (lid < own_tokens) & (units > 0), K)  # of the unit whose copies start next
     awaited = gl.to_tensor(0)
     hop = gl.to_tensor(0)  # to the source of the unit whose load starts next
-    token = lid
+    token = lid  # of this rank; the peers' lie LEAD behind
     past_hop = gl.to_tensor(0)  # the same of the unit whose copies start next
     past_token = lid
     fill_stage = gl.to_tensor(TEAM * STAGES)
@@ -229,15 +247,16 @@ def _copy(
             next_hop = gl.to_tensor(0)
             next_token = token + STEP
         if (next_hop != 0) & (u + 1 < units):
-            while awaited <= next_token // CHUNK:
+            while (awaited <= (next_token - LEAD) // CHUNK) & (next_token >= LEAD):
                 failed |= _await_chunk(
                     tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, awaited,
                     operation, number, limit, R, CHUNK,
                 )  # fmt: skip
                 awaited += 1
         source = (rank + next_hop) % R
-        wanted = (u + 1 < units) & (next_token < gl.load(tokens + source)) & (failed == 0)
-        next_entries = _load_entries(arriving + ((source * S).to(gl.int64) + next_token) * K, wanted, K)
+        of_source = next_token - gl.where(next_hop != 0, LEAD, 0)
+        wanted = (u + 1 < units) & (of_source >= 0) & (of_source < gl.load(tokens + source)) & (failed == 0)
+        next_entries = _load_entries(arriving + ((source * S).to(gl.int64) + of_source) * K, wanted, K)
         if u < units:
             head = entries[K - 1]
             count = (head >= 0).to(gl.int32)
@@ -260,8 +279,11 @@ def _copy(
                 past_hop = gl.to_tensor(0)
                 past_token += STEP
             past_source = (rank + past_hop) % R
-            past_wanted = (u + 1 < units + AHEAD) & (past_token < gl.load(tokens + past_source)) & (failed == 0)
-            next_here = _load_entries(arriving + ((past_source * S).to(gl.int64) + past_token) * K, past_wanted, K)
+            of_past = past_token - gl.where(past_hop != 0, LEAD, 0)
+            past_wanted = (u + 1 < units + AHEAD) & (of_past >= 0) & (of_past < gl.load(tokens + past_source))
+            next_here = _load_entries(
+                arriving + ((past_source * S).to(gl.int64) + of_past) * K, past_wanted & (failed == 0), K
+            )
             mbarrier.wait(bars.index(stage), parity)
             arrived = (copied != 0).to(gl.int32)  # then the first row is there already
             seen = 0
@@ -290,13 +312,14 @@ def _move(
     host_status, rank, operation, number, limit, smem, bars, TEAM: gl.constexpr,
     N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
     C: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, BYTES: gl.constexpr,
+    WAIT: gl.constexpr,
 ):  # fmt: skip
     """What a warp that moves rows does."""
     phase = gl.load(words + PHASE) + 1
     if gl.program_id(0) < N:
         _send(
             hidden, rows, sends, flags, flags_stride, counters, phase, gl.load(tokens + rank), rank, smem, bars, TEAM,
-            N, R, W, C, CHUNK, STAGES, BYTES,
+            N, R, W, C, CHUNK, STAGES, BYTES, WAIT,
         )  # fmt: skip
     else:
         _copy(
@@ -309,19 +332,19 @@ def _move(
 
 @gluon.jit
 def _attend(
-    rows, weights, fill, arriving, arrivals, tokens, flags, flags_stride, words, faults, fault_stride, status,
-    host_status, rank, operation, number, limit, zeros,
-    FRESH: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
-    G: gl.constexpr, PP: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr,
+    rows, weights, fill, arriving, arrivals, arriving_weights, tokens, flags, flags_stride, words, faults,
+    fault_stride, status, host_status, rank, operation, number, limit, zeros,
+    FRESH: gl.constexpr, HAS_WEIGHTS: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
+    K: gl.constexpr, G: gl.constexpr, PP: gl.constexpr, CHUNK: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
     """What the other warps of a program do: all but rows of tokens."""
     phase = gl.load(words + PHASE) + 1
     if gl.program_id(0) >= N:
         _zero_padding(rows, weights, fill, rank, zeros, N, M, G, PP, BLOCK, INNER)
-        if FRESH:
+        if FRESH or HAS_WEIGHTS:
             _keep_arrivals(
-                arriving, arrivals, tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank,
-                operation, number, limit, N, M, R, S, K, CHUNK,
+                arriving, arrivals, arriving_weights, weights, tokens, flags, flags_stride, faults, fault_stride,
+                status, host_status, phase, rank, operation, number, limit, FRESH, HAS_WEIGHTS, N, M, R, S, K, CHUNK,
             )  # fmt: skip
     complete_stores()
     end_launch(words, phase, (N + M) * (TEAMS + 1))
@@ -329,11 +352,11 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["rank", "operation", "number", "limit"])
 def _dispatch_kernel(
-    hidden, rows, sends, weights, fill, arriving, arrivals, tokens, flags, flags_stride, counters, words, faults,
-    fault_stride, status, host_status, rank, operation, number, limit,
-    FRESH: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
-    W: gl.constexpr, C: gl.constexpr, G: gl.constexpr, PP: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr,
+    hidden, rows, sends, weights, fill, arriving, arrivals, arriving_weights, tokens, flags, flags_stride, counters,
+    words, faults, fault_stride, status, host_status, rank, operation, number, limit,
+    FRESH: gl.constexpr, HAS_WEIGHTS: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
+    K: gl.constexpr, W: gl.constexpr, C: gl.constexpr, G: gl.constexpr, PP: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     """Programs [0, N) send, the M others copy: four warps each, which share nothing, and four that attend."""
     if gl.load(status) != 0:
@@ -349,8 +372,9 @@ def _dispatch_kernel(
             (
                 _attend,
                 (
-                    rows, weights, fill, arriving, arrivals, tokens, flags, flags_stride, words, faults, fault_stride,
-                    status, host_status, rank, operation, number, limit, zeros, FRESH, N, M, R, S, K, G, PP, CHUNK,
+                    rows, weights, fill, arriving, arrivals, arriving_weights, tokens, flags, flags_stride, words,
+                    faults, fault_stride, status, host_status, rank, operation, number, limit, zeros, FRESH,
+                    HAS_WEIGHTS, N, M, R, S, K, G, PP, CHUNK,
                     BLOCK, INNER,
                 ),
             ),
@@ -358,32 +382,32 @@ def _dispatch_kernel(
                 _move,
                 (
                     hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
-                    status, host_status, rank, operation, number, limit, smem, bars, 0, N, M, R, S, K, W, C, CHUNK, STAGES,
-                    AHEAD, BYTES,
+                    status, host_status, rank, operation, number, limit, smem, bars, 0, N, M, R, S, K, W, C, CHUNK,
+                    STAGES, AHEAD, BYTES, WAIT,
                 ),
             ),
             (
                 _move,
                 (
                     hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
-                    status, host_status, rank, operation, number, limit, smem, bars, 1, N, M, R, S, K, W, C, CHUNK, STAGES,
-                    AHEAD, BYTES,
+                    status, host_status, rank, operation, number, limit, smem, bars, 1, N, M, R, S, K, W, C, CHUNK,
+                    STAGES, AHEAD, BYTES, WAIT,
                 ),
             ),
             (
                 _move,
                 (
                     hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
-                    status, host_status, rank, operation, number, limit, smem, bars, 2, N, M, R, S, K, W, C, CHUNK, STAGES,
-                    AHEAD, BYTES,
+                    status, host_status, rank, operation, number, limit, smem, bars, 2, N, M, R, S, K, W, C, CHUNK,
+                    STAGES, AHEAD, BYTES, WAIT,
                 ),
             ),
             (
                 _move,
                 (
                     hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
-                    status, host_status, rank, operation, number, limit, smem, bars, 3, N, M, R, S, K, W, C, CHUNK, STAGES,
-                    AHEAD, BYTES,
+                    status, host_status, rank, operation, number, limit, smem, bars, 3, N, M, R, S, K, W, C, CHUNK,
+                    STAGES, AHEAD, BYTES, WAIT,
                 ),
             ),
         ],
@@ -402,8 +426,8 @@ def row_shape(H: int, itemsize: int) -> RowShape:
 
 def move_rows(
     hidden: Tensor, rows: Tensor, rows_stride: int, weights: Tensor, sends: Tensor, fill: Tensor, arriving: Tensor,
-    arrivals: Tensor | None, tokens: Tensor, arrived: bulk.Arrivals, signals: Signals, rank: int,
-    waiting: tuple[int, int, int], P: int, senders: int, copiers: int,
+    arrivals: Tensor | None, arriving_weights: Tensor | None, tokens: Tensor, arrived: bulk.Arrivals, signals: Signals,
+    rank: int, waiting: tuple[int, int, int], P: int, senders: int, copiers: int,
 ) -> None:  # fmt: skip
     """Send each token's row to its ranks, copy it to all its rows there, and zero this rank's padding.
 
@@ -414,6 +438,7 @@ def move_rows(
         sends, fill, tokens: of the plan.
         arriving: [R, S, K] int32, the arrivals of this rank, as sources have written them or of the plan.
         arrivals: [R, S, K] int32, gets a copy of them; None: not.
+        arriving_weights: [R, S, K] fp32, route weights as sources have written them; None: none come along.
         arrived: flags between ranks.
         waiting: (operation, number, limit) of `barrier.barrier`.
         P: rows that a group is padded to a multiple of.
@@ -429,10 +454,11 @@ def move_rows(
     own = bulk.describe_rows(hidden if s else rows, 1, 0, s, shape.inner, shape.block)
     every = bulk.describe_rows(rows, R, rows_stride, C, shape.inner, shape.block)
     _dispatch_kernel[(senders + copiers,)](
-        own, every, sends if s else fill, weights, fill, arriving, arriving if arrivals is None else arrivals, tokens,
-        arrived.flags, arrived.flags_stride, arrived.counters, arrived.words, signals.faults, signals.fault_stride,
-        signals.status, signals.host_status, rank, *waiting,
-        FRESH=arrivals is not None, N=senders, M=copiers, R=R, S=S, K=K, W=min(R, K), C=C, G=fill.shape[0],
-        PP=max(128, triton.next_power_of_2(P)), CHUNK=bulk.chunk_tokens(S), STAGES=stages,
-        AHEAD=stages - 1, BLOCK=shape.block, INNER=shape.inner, num_warps=4,
+        own, every, sends if s else fill, weights, fill, arriving, arriving if arrivals is None else arrivals,
+        weights if arriving_weights is None else arriving_weights, tokens, arrived.flags, arrived.flags_stride,
+        arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status, signals.host_status,
+        rank, *waiting, FRESH=arrivals is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=R,
+        S=S, K=K, W=min(R, K), C=C, G=fill.shape[0], PP=max(128, triton.next_power_of_2(P)), CHUNK=bulk.chunk_tokens(S),
+        STAGES=stages, AHEAD=stages - 1, BLOCK=shape.block, INNER=shape.inner, WAIT=bulk.waiting_for(min(R, K)),
+        num_warps=4,
     )  # fmt: skip

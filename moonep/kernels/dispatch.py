@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonep.kernels.constants import ARRIVAL_ROW, INT32_MIN, NO_ARRIVAL
+from moonep.kernels.constants import ARRIVAL_ROW, NO_ARRIVAL
 
 WIDTH_PER_PROGRAM = 4096
 
@@ -51,17 +51,17 @@ def _send_rows_kernel(
             i += 1
 
 
-@triton.jit(do_not_specialize=["count"])
-def _send_weights_kernel(route_weights, dst, status, weights, weights_stride, count, C: tl.constexpr, BA: tl.constexpr):
-    """Each assignment's route weight to its row. Remote stores are ordered by what follows in the stream."""
+@triton.jit(do_not_specialize=["count", "rank"])
+def _send_weights_kernel(
+    route_weights, status, weights, weights_stride, count, rank, R: tl.constexpr, SK: tl.constexpr, BA: tl.constexpr
+):  # fmt: skip
+    """Route weights to every rank. Remote stores are ordered by what follows in the stream."""
     if tl.load(status) != 0:
         return
     a = tl.program_id(0) * BA + tl.arange(0, BA)
-    places = tl.load(dst + a, mask=a < count, other=INT32_MIN)
-    real = places != INT32_MIN
-    place = tl.where(real, tl.where(places < 0, -places - 1, places), 0)
-    value = tl.load(route_weights + a, mask=real, other=0.0)
-    tl.store(weights + (place // C).to(tl.int64) * weights_stride + place % C, value, mask=real)
+    value = tl.load(route_weights + a, mask=a < count, other=0.0)
+    for r in range(R):
+        tl.store(weights + r * weights_stride + rank * SK + a, value, mask=a < count)
 
 
 @triton.jit(do_not_specialize=["num_programs"])
@@ -113,7 +113,10 @@ def _copy_used_kernel(
 
 
 @triton.jit
-def _take_arrivals_kernel(source, target, tokens, status, S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def _take_arrivals_kernel(
+    source, target, tokens, arriving_weights, weights, status,
+    S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, FRESH: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+):  # fmt: skip
     """Program (i, r): a block of the arrivals of rank r's tokens; beyond its tokens there are none."""
     if tl.load(status) != 0:
         return
@@ -121,7 +124,11 @@ def _take_arrivals_kernel(source, target, tokens, status, S: tl.constexpr, K: tl
     o = tl.program_id(0) * BK + tl.arange(0, BK)
     at = r.to(tl.int64) * S * K + o
     arrival = tl.load(source + at, mask=o < tl.load(tokens + r) * K, other=NO_ARRIVAL)
-    tl.store(target + at, arrival, mask=o < S * K)
+    if FRESH:
+        tl.store(target + at, arrival, mask=o < S * K)
+    if HAS_WEIGHTS:
+        weight = tl.load(arriving_weights + at, mask=arrival >= 0)
+        tl.store(weights + (arrival & ARRIVAL_ROW), weight, mask=arrival >= 0)
 
 
 def send_rows(
@@ -146,13 +153,13 @@ def send_rows(
 
 
 def send_weights(
-    route_weights: Tensor, dst: Tensor, status: Tensor, weights: Tensor, weights_stride: int, C: int
-) -> None:
-    """Write each assignment's route weight [s, K] fp32 to its row: weights [C] of rank 0, stride to the next rank's."""
+    route_weights: Tensor, status: Tensor, weights: Tensor, weights_stride: int, rank: int, R: int
+) -> None:  # fmt: skip
+    """Write route weights [s, K] fp32 to every rank: weights [R, S, K] of rank 0, elements to the next rank's."""
     count = route_weights.numel()
     if count:
         _send_weights_kernel[(triton.cdiv(count, 1024),)](
-            route_weights, dst, status, weights, weights_stride, count, C=C, BA=1024
+            route_weights, status, weights, weights_stride, count, rank, R=R, SK=weights[0].numel(), BA=1024
         )
 
 
@@ -175,10 +182,22 @@ def copy_used(source: Tensor, target: Tensor, cu_seqlens: Tensor, status: Tensor
     )  # fmt: skip
 
 
-def take_arrivals(source: Tensor, target: Tensor, tokens: Tensor, status: Tensor) -> None:
-    """The plan's own arrivals, from what sources wrote. [R, S, K] int32."""
+def take_arrivals(
+    source: Tensor, target: Tensor | None, tokens: Tensor, arriving_weights: Tensor | None, weights: Tensor,
+    status: Tensor,
+) -> None:  # fmt: skip
+    """The plan's own arrivals, from what sources wrote; and route weights to their rows.
+
+    Args:
+        source, target: [R, S, K] int32; None: source is the plan's own.
+        arriving_weights: [R, S, K] fp32, as sources wrote them; None: no weights.
+        weights: [C] fp32.
+    """
     R, S, K = source.shape
-    _take_arrivals_kernel[(triton.cdiv(S * K, 1024), R)](source, target, tokens, status, S=S, K=K, BK=1024)
+    _take_arrivals_kernel[(triton.cdiv(S * K, 1024), R)](
+        source, source if target is None else target, tokens, weights if arriving_weights is None else arriving_weights,
+        weights, status, S=S, K=K, BK=1024, FRESH=target is not None, HAS_WEIGHTS=arriving_weights is not None,
+    )  # fmt: skip
 
 
 def row_block(width: int) -> int:

@@ -144,7 +144,7 @@ def _assign_rows_kernel(
     C: tl.constexpr, S: tl.constexpr, W: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Program b: destination rank and row of the assignments of TB tokens; all ranks get their arrivals, and
-    the rows their route weights."""
+    the tokens' route weights."""
     if tl.load(status) != 0:
         return
     b = tl.program_id(0)
@@ -164,8 +164,10 @@ def _assign_rows_kernel(
     to = tl.where(real, to, -1)
 
     if HAS_WEIGHTS:
-        value = tl.load(route_weights + token.to(tl.int64) * K + k, mask=real, other=0.0)
-        tl.store(weights + to.to(tl.int64) * weights_stride + at, value, mask=real)
+        value = tl.load(route_weights + token.to(tl.int64) * K + k, mask=inside, other=0.0)
+        to_weights = weights + (rank * S + token).to(tl.int64) * K + k
+        for r in range(R):
+            tl.store(to_weights + r * weights_stride, value, mask=inside)
 
     to_TK = tl.reshape(to, [TB, KP])
     at_TK = tl.reshape(at, [TB, KP])
@@ -202,6 +204,7 @@ class Tables:
         first, row: [E, R] piece tables of this rank as source.
         sizes: [E + B] rows of this rank's groups.
         counts: [blocks, EP] assignments of each expert in earlier blocks.
+        totals: [EP + 1] for counting, 0 in between.
     """
 
     base: Tensor
@@ -209,6 +212,7 @@ class Tables:
     row: Tensor
     sizes: Tensor
     counts: Tensor
+    totals: Tensor
 
     @staticmethod
     def make(dims: Dims, device: torch.device) -> Tables:
@@ -218,7 +222,8 @@ class Tables:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        return Tables(ints(d.E, d.R), ints(d.E, d.R), ints(d.E, d.R), ints(d.G), ints(blocks, padded_experts(d.E)))
+        EP = padded_experts(d.E)
+        return Tables(ints(d.E, d.R), ints(d.E, d.R), ints(d.E, d.R), ints(d.G), ints(blocks, EP), ints(EP + 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,8 +292,8 @@ def assign_rows(
     weights_stride: int, status: Tensor, tables: Tables, plan: PlanTensors, rank: int,
     dims: Dims,
 ) -> None:  # fmt: skip
-    """`dst` of each assignment, and its arrival at each rank ([R, S, K] int32 of rank 0); and its route weight
-    [s, K] fp32 to its row ([C] of rank 0). Grid: blocks of tokens."""
+    """`dst` of each assignment, and its arrival at each rank ([R, S, K] int32 of rank 0); and all route weights [s, K]
+    fp32 to every rank ([R, S, K] of rank 0). Grid: blocks of tokens."""
     d = dims
     tokens = block_tokens(d.K)
     if topk.shape[0] == 0:
