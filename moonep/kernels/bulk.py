@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moonep.kernels.barrier import NUM_FAULTS, POISONED, REFUSED_RANGE
 
-MAX_CHUNKS = 32
+MAX_CHUNKS = 16
 _MIN_CHUNK = 64
 MAX_BOX = 256  # most elements of a descriptor's box in one dimension
 _MIN_INNER_BYTES = 128  # at which boxes begin in shared memory
@@ -37,7 +37,7 @@ REFUSED_RANGE_ = gl.constexpr(REFUSED_RANGE.value)
 POISONED_ = gl.constexpr(POISONED.value)
 MAX_CHUNKS_ = gl.constexpr(MAX_CHUNKS)
 PHASE, TICKET = gl.constexpr(0), gl.constexpr(1)  # of `words`
-SPINS_BEFORE_LOOKING = gl.constexpr(64)
+SPINS_BEFORE_LOOKING = gl.constexpr(16)
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class RowShape:
         return fits and self.inner * self.itemsize >= _MIN_INNER_BYTES
 
 
-def chunk_tokens(S: int) -> int:
-    """Tokens of a chunk: at most MAX_CHUNKS of them in S."""
-    return max(_MIN_CHUNK, triton.cdiv(triton.cdiv(S, MAX_CHUNKS), 32) * 32)
+def chunk_tokens(S: int, num_chunks: int) -> int:
+    """Tokens of a chunk, when S tokens make at most `num_chunks` <= MAX_CHUNKS."""
+    return max(_MIN_CHUNK, triton.cdiv(triton.cdiv(S, num_chunks), 32) * 32)
 
 
 def describe_rows(rows: Tensor, ranks: int, rank_stride: int, count: int, inner: int, block: int) -> TensorDescriptor:
@@ -156,6 +156,12 @@ def fence_bulk_loads():
 
 
 @gluon.jit
+def pause():
+    """Some hundred nanoseconds in which this warp asks for nothing: many that spin slow down what they wait for."""
+    gl.inline_asm_elementwise("nanosleep.u32 300; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def now():
     """Nanoseconds."""
     return gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
@@ -179,6 +185,13 @@ def raise_flag(flags, flags_stride, to, rank, chunk, phase):
 
 
 @gluon.jit
+def has_arrived(flags, flags_stride, rank, peer, chunk, phase):
+    """Whether a peer's chunk is there; looks once."""
+    flag = flags + rank.to(gl.int64) * flags_stride + peer * MAX_CHUNKS_ + chunk
+    return (gl.atomic_add(flag, 0, sem="acquire", scope="sys") - phase) >= 0
+
+
+@gluon.jit
 def await_flag(
     flags, flags_stride, faults, fault_stride, status, host_status, rank, peer, chunk, phase, operation, number, limit,
     R: gl.constexpr,
@@ -191,6 +204,7 @@ def await_flag(
     start = now()
     spins = 0
     while missing & (failed == 0):
+        pause()
         missing = (gl.atomic_add(flag, 0, sem="acquire", scope="sys") - phase) < 0
         spins += 1
         if missing & (spins % SPINS_BEFORE_LOOKING == 0):

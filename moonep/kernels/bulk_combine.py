@@ -356,6 +356,7 @@ def _combine_kernel(
 MAX_PIECE_BYTES = 16 * 1024
 MAX_SLOTS = 32
 TEAM_WARPS = 4
+NUM_CHUNKS = 16
 
 
 @dataclass(frozen=True)
@@ -417,6 +418,6 @@ def sum_rows(
         signals.faults if route_weights is None or not s else route_weights, arrived.flags, arrived.flags_stride,
         arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status, signals.host_status,
         rank, *waiting, HAS_WEIGHTS=int(gather), N=senders, M=finishers, R=R, S=S, K=K, W=W, C=C, H=H,
-        CHUNK=bulk.chunk_tokens(S), SLOTS=piece.slots, PIECES=piece.pieces, OUTER=piece.outer, INNER=piece.inner,
-        VECTOR=vector, LANES=min(32, piece.inner // vector), WARPS=TEAM_WARPS, num_warps=TEAM_WARPS,
+        CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), SLOTS=piece.slots, PIECES=piece.pieces, OUTER=piece.outer,
+        INNER=piece.inner, VECTOR=vector, LANES=min(32, piece.inner // vector), WARPS=TEAM_WARPS, num_warps=TEAM_WARPS,
     )  # fmt: skip

@@ -26,13 +26,15 @@ from moonep.kernels.bulk import (
     complete_stores_but,
     count_sender,
     end_launch,
+    fence_bulk_loads,
+    has_arrived,
     raise_flag,
 )  # fmt: skip
 from moonep.plan import ARRIVAL_ROW, NO_ARRIVAL
 
 TEAMS = gl.constexpr(4)  # warps of a program
 REGISTERS = gl.constexpr(128)
-LEAD_CHUNKS = gl.constexpr(2)
+SPLIT = gl.constexpr(4)
 ROW = gl.constexpr(ARRIVAL_ROW)
 NONE = gl.constexpr(NO_ARRIVAL)
 
@@ -124,29 +126,23 @@ def _send(
 
 @gluon.jit
 def _zero_padding(
-    rows, weights, fill, rank, zeros, N: gl.constexpr, M: gl.constexpr, G: gl.constexpr, PP: gl.constexpr,
-    BLOCK: gl.constexpr, INNER: gl.constexpr,
+    rows, weights, fill, rank, zeros, N: gl.constexpr, M: gl.constexpr, G: gl.constexpr, PP: gl.constexpr
 ):  # fmt: skip
-    """Zero the padding rows of this rank and their weights: one program's part of the groups."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 1, 32], [1, 1, 4, 1], [3, 2, 1, 0])
+    """Zero the padding rows of this rank's groups, and their weights. SPLIT programs share a group."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    zeros.store(gl.zeros([1, 1, BLOCK, INNER], gl.int32, LAYOUT))
-    fence_async_shared()
-    gl.thread_barrier()
     lanes = gl.arange(0, PP, LANES)
-    g = gl.program_id(0) - N
-    first = gl.load(fill + 2 * g, mask=g < G, other=0)
-    count = gl.load(fill + 2 * g + 1, mask=g < G, other=0)
-    while g < G:
-        following = g + M
-        next_first = gl.load(fill + 2 * following, mask=following < G, other=0)
-        next_count = gl.load(fill + 2 * following + 1, mask=following < G, other=0)
-        gl.store(weights + first + lanes, gl.zeros([PP], gl.float32, LANES), mask=lanes < count)
-        for row in range(count):
+    item = gl.program_id(0) - N
+    while item < G * SPLIT:
+        g = item // SPLIT
+        first = gl.load(fill + 2 * g, mask=g < G, other=0)
+        count = gl.load(fill + 2 * g + 1, mask=g < G, other=0)
+        row = item % SPLIT
+        if row == 0:
+            gl.store(weights + first + lanes, gl.zeros([PP], gl.float32, LANES), mask=lanes < count)
+        while row < count:
             tma.async_copy_shared_to_global(rows, [rank, first + row, 0, 0], zeros)
-        first = next_first
-        count = next_count
-        g = following
+            row += SPLIT
+        item += M
 
 
 @gluon.jit
@@ -168,141 +164,159 @@ def _await_chunk(
 
 @gluon.jit
 def _keep_arrivals(
-    arriving, arrivals, arriving_weights, weights, tokens, flags, flags_stride, faults, fault_stride, status,
-    host_status, phase, rank, operation, number, limit, FRESH: gl.constexpr, HAS_WEIGHTS: gl.constexpr,
-    N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
-    CHUNK: gl.constexpr,
+    arriving, arrivals, arriving_weights, weights, tokens, chunk, failed,
+    FRESH: gl.constexpr, HAS_WEIGHTS: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
+    K: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """The plan's own copy of what sources have written, chunk by chunk, and route weights to their rows.
+    """A chunk of what sources have written, into the plan's own copy, and route weights to their rows.
 
     Beyond a rank's tokens there are no arrivals.
     """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lanes = gl.arange(0, 128, LANES)
-    failed = gl.to_tensor(0)
-    for chunk in range((S + CHUNK - 1) // CHUNK):
-        failed |= _await_chunk(
-            tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, chunk, operation,
-            number, limit, R, CHUNK,
-        )  # fmt: skip
-        for r in range(R):
-            there = gl.load(tokens + r) * K
-            at = chunk * CHUNK * K + (gl.program_id(0) - N) * 128
-            end = gl.minimum((chunk + 1) * CHUNK, S) * K
-            while at < end:
-                where = (r * S).to(gl.int64) * K + at + lanes
-                entry = gl.load(arriving + where, mask=(at + lanes < there) & (at + lanes < end), other=NONE)
-                if FRESH:
-                    gl.store(arrivals + where, entry, mask=(at + lanes < end) & (failed == 0))
-                if HAS_WEIGHTS:
-                    here = (entry >= 0) & (failed == 0)
-                    gl.store(weights + (entry & ROW), gl.load(arriving_weights + where, mask=here), mask=here)
-                at += M * 128
+    for r in range(R):
+        there = gl.load(tokens + r) * K
+        at = chunk * CHUNK * K + (gl.program_id(0) - N) * 128
+        end = gl.minimum((chunk + 1) * CHUNK, S) * K
+        while at < end:
+            where = (r * S).to(gl.int64) * K + at + lanes
+            entry = gl.load(arriving + where, mask=(at + lanes < there) & (at + lanes < end), other=NONE)
+            if FRESH:
+                gl.store(arrivals + where, entry, mask=(at + lanes < end) & (failed == 0))
+            if HAS_WEIGHTS:
+                here = (entry >= 0) & (failed == 0)
+                gl.store(weights + (entry & ROW), gl.load(arriving_weights + where, mask=here), mask=here)
+            at += M * 128
+
+
+@gluon.jit
+def _chunk_is_there(
+    tokens, flags, flags_stride, phase, rank, chunk, R: gl.constexpr, CHUNK: gl.constexpr
+):  # fmt: skip
+    """Whether a chunk of all peers that have it is there."""
+    there = gl.to_tensor(1)
+    for peer_hop in range(1, R):
+        peer = (rank + peer_hop) % R
+        if (chunk == 0) | (chunk * CHUNK < gl.load(tokens + peer)):
+            there &= has_arrived(flags, flags_stride, rank, peer, chunk, phase).to(gl.int32)
+    if there != 0:
+        fence_bulk_loads()
+    return there != 0
 
 
 @gluon.jit
 def _copy(
     hidden, rows, arriving, tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank,
     operation, number, limit, smem, bars, TEAM: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
-    S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    BYTES: gl.constexpr,
+    S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """Copy rows to their rows here: own tokens from `hidden`, those of peers from the primaries that arrived.
 
-    One token of each source in turn, in token order. Arrivals are read when they have just come, and own tokens at
-    about the time when senders read them, some chunks earlier: both are likely to be in the L2 cache.
+    A unit is a token of one source. What has arrived comes first, as long as it is in the L2 cache; while nothing has,
+    own tokens are copied. Only when these are done, this waits: the memory never idles. A unit's load runs while the
+    two units before it are copied.
     """
     lid = gl.program_id(0) - N + TEAM * M
     STEP: gl.constexpr = M * TEAMS
-    most = 0
+    own_tokens = gl.load(tokens + rank)
+    most = 0  # tokens of a peer
     for r in gl.static_range(R):
-        most = gl.maximum(most, gl.load(tokens + r))
-    LEAD: gl.constexpr = (LEAD_CHUNKS * CHUNK + STEP - 1) // STEP * STEP  # tokens that own ones are ahead
-    units = gl.maximum((most - lid + STEP - 1) // STEP, 0) * R
-    if (R > 1) & (units > 0):
-        units += LEAD // STEP * R
+        most = gl.maximum(most, gl.where(rank == r, 0, gl.load(tokens + r)))
+    own_units = gl.maximum((own_tokens - lid + STEP - 1) // STEP, 0)
+    units = own_units + gl.maximum((most - lid + STEP - 1) // STEP, 0) * (R - 1)
     failed = gl.to_tensor(0)
-    if units == 0:  # nobody may go on before every peer is here
+    if units == own_units:  # nobody may go on before every peer is here
         failed |= _await_chunk(
             tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, 0, operation, number,
             limit, R, CHUNK,
         )  # fmt: skip
-    own_tokens = gl.load(tokens + rank)
-    own = arriving + ((rank * S).to(gl.int64) + lid) * K
-    entries = _load_entries(own, (lid < own_tokens) & (units > 0), K)  # of the unit whose load starts next
-    here = _load_entries(own, (lid < own_tokens) & (units > 0), K)  # of the unit whose copies start next
-    awaited = gl.to_tensor(0)
-    hop = gl.to_tensor(0)  # to the source of the unit whose load starts next
-    token = lid  # of this rank; the peers' lie LEAD behind
-    past_hop = gl.to_tensor(0)  # the same of the unit whose copies start next
-    past_token = lid
+    own = lid  # the next own token
+    token = lid  # the next token of the peer `hop` away
+    hop = gl.to_tensor(1)
+    there = gl.to_tensor(0)  # chunks that are known to have arrived
+    entries = _load_entries(arriving, False, K)  # of the unit whose load starts next
+    first = _load_entries(arriving, False, K)  # of the one before it
+    second = _load_entries(arriving, False, K)  # of the one before that, whose copies start next
+    is_own = gl.to_tensor(1)
+    first_is_own = gl.to_tensor(1)
+    second_is_own = gl.to_tensor(1)
+    of_token = gl.to_tensor(0)
     fill_stage = gl.to_tensor(TEAM * STAGES)
     stage = gl.to_tensor(TEAM * STAGES)
     parity = gl.to_tensor(0)
-    u = gl.to_tensor(0)
+    gl.static_assert(STAGES == 3 or STAGES == 2)
+    AHEAD: gl.constexpr = STAGES - 1
+    u = gl.to_tensor(-1)  # the first turn chooses unit 0
     while u < units + AHEAD:
-        next_hop = hop + 1
-        next_token = token
-        if next_hop == R:
-            next_hop = gl.to_tensor(0)
-            next_token = token + STEP
-        if (next_hop != 0) & (u + 1 < units):
-            while (awaited <= (next_token - LEAD) // CHUNK) & (next_token >= LEAD):
-                failed |= _await_chunk(
-                    tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, awaited,
-                    operation, number, limit, R, CHUNK,
-                )  # fmt: skip
-                awaited += 1
-        source = (rank + next_hop) % R
-        of_source = next_token - gl.where(next_hop != 0, LEAD, 0)
-        wanted = (u + 1 < units) & (of_source >= 0) & (of_source < gl.load(tokens + source)) & (failed == 0)
-        next_entries = _load_entries(arriving + ((source * S).to(gl.int64) + of_source) * K, wanted, K)
-        if u < units:
+        # The next unit, and its entries, so that they are here when its turn comes.
+        next_is_own = gl.to_tensor(1)
+        next_token = own
+        if u + 1 < units:
+            if token < most:
+                chunk = token // CHUNK
+                if chunk >= there:
+                    if own < own_tokens:
+                        if _chunk_is_there(tokens, flags, flags_stride, phase, rank, chunk, R, CHUNK):
+                            there = chunk + 1
+                    else:
+                        failed |= _await_chunk(
+                            tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, chunk,
+                            operation, number, limit, R, CHUNK,
+                        )  # fmt: skip
+                        there = chunk + 1
+                if chunk < there:
+                    next_is_own = gl.to_tensor(0)
+                    next_token = token
+        source = rank
+        if next_is_own != 0:
+            own += STEP
+        else:
+            source = (rank + hop) % R
+            hop += 1
+            if hop == R:
+                hop = gl.to_tensor(1)
+                token += STEP
+        wanted = (u + 1 < units) & (next_token < gl.load(tokens + source)) & (failed == 0)
+        next_entries = _load_entries(arriving + ((source * S).to(gl.int64) + next_token) * K, wanted, K)
+        if (u >= 0) & (u < units):
             head = entries[K - 1]
             count = (head >= 0).to(gl.int32)
             for i in gl.static_range(K - 1):
                 entry = entries[K - 2 - i]
                 head = gl.where(entry >= 0, entry, head)
                 count += (entry >= 0).to(gl.int32)
-            tma.store_wait(STAGES - AHEAD - 1)
-            if hop == 0:
-                _load_row(hidden, 0, token, bars.index(fill_stage), smem.index(fill_stage), count > 0, BYTES)
+            tma.store_wait(0)
+            if is_own != 0:
+                _load_row(hidden, 0, of_token, bars.index(fill_stage), smem.index(fill_stage), count > 0, BYTES)
             else:
                 _load_row(rows, rank, head & ROW, bars.index(fill_stage), smem.index(fill_stage), count > 1, BYTES)
             fill_stage += 1
             if fill_stage == (TEAM + 1) * STAGES:
                 fill_stage = gl.to_tensor(TEAM * STAGES)
         if u >= AHEAD:
-            copied = past_hop
-            past_hop += 1
-            if past_hop == R:
-                past_hop = gl.to_tensor(0)
-                past_token += STEP
-            past_source = (rank + past_hop) % R
-            of_past = past_token - gl.where(past_hop != 0, LEAD, 0)
-            past_wanted = (u + 1 < units + AHEAD) & (of_past >= 0) & (of_past < gl.load(tokens + past_source))
-            next_here = _load_entries(
-                arriving + ((past_source * S).to(gl.int64) + of_past) * K, past_wanted & (failed == 0), K
-            )
             mbarrier.wait(bars.index(stage), parity)
-            arrived = (copied != 0).to(gl.int32)  # then the first row is there already
+            if STAGES == 2:
+                second = first
+                second_is_own = first_is_own
+            arrived = 1 - second_is_own  # then the first row is there already
             seen = 0
             for k in gl.static_range(K):
-                entry = here[k]
+                entry = second[k]
                 if entry >= 0:
                     if seen >= arrived:
                         tma.async_copy_shared_to_global(rows, [rank, entry & ROW, 0, 0], smem.index(stage))
                     seen += 1
-            if seen <= arrived:
-                commit_nothing()
-            here = next_here
             stage += 1
             if stage == (TEAM + 1) * STAGES:
                 stage = gl.to_tensor(TEAM * STAGES)
                 parity ^= 1
+        second = first
+        second_is_own = first_is_own
+        first = entries
+        first_is_own = is_own
         entries = next_entries
-        hop = next_hop
-        token = next_token
+        is_own = next_is_own
+        of_token = next_token
         u += 1
 
 
@@ -311,7 +325,7 @@ def _move(
     hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride, status,
     host_status, rank, operation, number, limit, smem, bars, TEAM: gl.constexpr,
     N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
-    C: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, BYTES: gl.constexpr,
+    C: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, BYTES: gl.constexpr,
     WAIT: gl.constexpr,
 ):  # fmt: skip
     """What a warp that moves rows does."""
@@ -324,7 +338,7 @@ def _move(
     else:
         _copy(
             hidden, rows, arriving, tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank,
-            operation, number, limit, smem, bars, TEAM, N, M, R, S, K, CHUNK, STAGES, AHEAD, BYTES,
+            operation, number, limit, smem, bars, TEAM, N, M, R, S, K, CHUNK, STAGES, BYTES,
         )  # fmt: skip
     complete_stores()
     end_launch(words, phase, (N + M) * (TEAMS + 1))
@@ -340,12 +354,22 @@ def _attend(
     """What the other warps of a program do: all but rows of tokens."""
     phase = gl.load(words + PHASE) + 1
     if gl.program_id(0) >= N:
-        _zero_padding(rows, weights, fill, rank, zeros, N, M, G, PP, BLOCK, INNER)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 1, 32], [1, 1, 4, 1], [3, 2, 1, 0])
+        zeros.store(gl.zeros([1, 1, BLOCK, INNER], gl.int32, LAYOUT))
+        fence_async_shared()
+        gl.thread_barrier()
+        _zero_padding(rows, weights, fill, rank, zeros, N, M, G, PP)
         if FRESH or HAS_WEIGHTS:
-            _keep_arrivals(
-                arriving, arrivals, arriving_weights, weights, tokens, flags, flags_stride, faults, fault_stride,
-                status, host_status, phase, rank, operation, number, limit, FRESH, HAS_WEIGHTS, N, M, R, S, K, CHUNK,
-            )  # fmt: skip
+            failed = gl.to_tensor(0)
+            for chunk in range((S + CHUNK - 1) // CHUNK):
+                failed |= _await_chunk(
+                    tokens, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank, chunk,
+                    operation, number, limit, R, CHUNK,
+                )  # fmt: skip
+                _keep_arrivals(
+                    arriving, arrivals, arriving_weights, weights, tokens, chunk, failed,
+                    FRESH, HAS_WEIGHTS, N, M, R, S, K, CHUNK,
+                )  # fmt: skip
     complete_stores()
     end_launch(words, phase, (N + M) * (TEAMS + 1))
 
@@ -356,7 +380,7 @@ def _dispatch_kernel(
     words, faults, fault_stride, status, host_status, rank, operation, number, limit,
     FRESH: gl.constexpr, HAS_WEIGHTS: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
     K: gl.constexpr, W: gl.constexpr, C: gl.constexpr, G: gl.constexpr, PP: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr, WAIT: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     """Programs [0, N) send, the M others copy: four warps each, which share nothing, and four that attend."""
     if gl.load(status) != 0:
@@ -383,7 +407,7 @@ def _dispatch_kernel(
                 (
                     hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
                     status, host_status, rank, operation, number, limit, smem, bars, 0, N, M, R, S, K, W, C, CHUNK,
-                    STAGES, AHEAD, BYTES, WAIT,
+                    STAGES, BYTES, WAIT,
                 ),
             ),
             (
@@ -391,7 +415,7 @@ def _dispatch_kernel(
                 (
                     hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
                     status, host_status, rank, operation, number, limit, smem, bars, 1, N, M, R, S, K, W, C, CHUNK,
-                    STAGES, AHEAD, BYTES, WAIT,
+                    STAGES, BYTES, WAIT,
                 ),
             ),
             (
@@ -399,7 +423,7 @@ def _dispatch_kernel(
                 (
                     hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
                     status, host_status, rank, operation, number, limit, smem, bars, 2, N, M, R, S, K, W, C, CHUNK,
-                    STAGES, AHEAD, BYTES, WAIT,
+                    STAGES, BYTES, WAIT,
                 ),
             ),
             (
@@ -407,7 +431,7 @@ def _dispatch_kernel(
                 (
                     hidden, rows, sends, arriving, tokens, flags, flags_stride, counters, words, faults, fault_stride,
                     status, host_status, rank, operation, number, limit, smem, bars, 3, N, M, R, S, K, W, C, CHUNK,
-                    STAGES, AHEAD, BYTES, WAIT,
+                    STAGES, BYTES, WAIT,
                 ),
             ),
         ],
@@ -417,6 +441,7 @@ def _dispatch_kernel(
 
 
 MAX_STAGES = 3  # of a warp
+NUM_CHUNKS = 16
 
 
 def row_shape(H: int, itemsize: int) -> RowShape:
@@ -458,7 +483,7 @@ def move_rows(
         weights if arriving_weights is None else arriving_weights, tokens, arrived.flags, arrived.flags_stride,
         arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status, signals.host_status,
         rank, *waiting, FRESH=arrivals is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=R,
-        S=S, K=K, W=min(R, K), C=C, G=fill.shape[0], PP=max(128, triton.next_power_of_2(P)), CHUNK=bulk.chunk_tokens(S),
-        STAGES=stages, AHEAD=stages - 1, BLOCK=shape.block, INNER=shape.inner, WAIT=bulk.waiting_for(min(R, K)),
-        num_warps=4,
+        S=S, K=K, W=min(R, K), C=C, G=fill.shape[0], PP=max(128, triton.next_power_of_2(P)),
+        CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), STAGES=stages, BLOCK=shape.block, INNER=shape.inner,
+        WAIT=bulk.waiting_for(min(R, K)), num_warps=4,
     )  # fmt: skip

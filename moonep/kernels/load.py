@@ -15,41 +15,53 @@ from torch import Tensor
 from moonep.kernels.barrier import NUM_FAULTS, Signals, arrive
 
 BLOCK = 128  # assignments of a block, padding of K to a power of two included
-PROGRAMS = 128  # that count
+BLOCKS = tl.constexpr(4)  # that one program counts
+COLUMNS = tl.constexpr(16)  # that are compared at once
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_programs", "rank", "operation"])
+@triton.jit(do_not_specialize=["num_tokens", "num_programs", "rank", "operation"])
 def _count_load_kernel(
     topk, counts, totals, load, load_stride, tokens, tokens_stride, given, signals, signal_stride, faults, fault_stride,
-    epoch, status, host_status, num_tokens, num_blocks, num_programs, rank, operation,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TB: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, NF: tl.constexpr, CHECK: tl.constexpr,
+    epoch, status, host_status, num_tokens, num_programs, rank, operation,
+    NB: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TB: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, NF: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Program p counts the blocks p, p + num_programs, ... The last to end publishes the totals and arrives.
+    """Program p counts the blocks [p * BLOCKS, (p + 1) * BLOCKS). The last to end publishes the totals and arrives.
 
     Block b has the tokens [b * TB, (b + 1) * TB). An id out of range counts as masked and is reported.
     totals[EP] is the number of programs that have ended; all of totals is 0 between launches.
     """
     e = tl.arange(0, EP)
+    sub = tl.arange(0, BLOCKS)
+    first = tl.program_id(0) * BLOCKS
+    tl.store(counts + e[:, None] * NB + first + sub[None, :], tl.zeros([EP, BLOCKS], tl.int32))
     i = tl.arange(0, TB * KP)
-    sums = tl.zeros([EP], tl.int32)
-    b = tl.program_id(0)
-    while b < num_blocks:
-        token, k = b * TB + i // KP, i % KP
-        real = (token < num_tokens) & (k < K)
-        ids = tl.load(topk + token.to(tl.int64) * K + k, mask=real, other=-1).to(tl.int32)
-        bad = (ids < -1) | (ids >= E)
-        if tl.max(bad.to(tl.int32), 0) > 0:
-            tl.store(host_status, 5)
-        ids = tl.where((ids < 0) | bad, EP - 1, ids)
-        count = tl.histogram(ids, EP)
-        tl.store(counts + b * EP + e, count)
-        sums += count
-        b += num_programs
-    tl.atomic_add(totals + e, sums, mask=(sums > 0) & (e < E))
+    token = (first + sub)[:, None] * TB + i[None, :] // KP
+    k = i[None, :] % KP
+    inside = (token < num_tokens) & (k < K)
+    ids = tl.load(topk + token.to(tl.int64) * K + k, mask=inside, other=-1).to(tl.int32)
+    bad = (ids < -1) | (ids >= E)
+    if tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0:
+        tl.store(host_status, 5)
+    real = (ids >= 0) & (ids < E)
+    # An assignment counts for its expert if it is the last of its block: a histogram of so many bins is slower.
+    count = tl.zeros([BLOCKS, TB * KP], tl.int32)
+    later = tl.zeros([BLOCKS, TB * KP], tl.int32)
+    for begin in tl.static_range(0, TB * KP, COLUMNS):
+        j = begin + tl.arange(0, COLUMNS)
+        other = (first + sub)[:, None] * TB + j[None, :] // KP
+        there = (other < num_tokens) & (j[None, :] % KP < K)
+        others = tl.load(topk + other.to(tl.int64) * K + j[None, :] % KP, mask=there, other=-1).to(tl.int32)
+        equal = ids[:, :, None] == others[:, None, :]
+        count += tl.sum(equal.to(tl.int32), 2)
+        later += tl.sum((equal & (j[None, None, :] > i[None, :, None])).to(tl.int32), 2)
+    last = real & (later == 0)
+    tl.debug_barrier()  # zeros are written
+    tl.store(counts + ids * NB + first + sub[:, None], count, mask=last)
+    tl.atomic_add(totals + ids, count, mask=last, sem="relaxed")
     tl.debug_barrier()
     if tl.atomic_add(totals + EP, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-        total = tl.atomic_xchg(totals + e, 0, mask=e < E)
+        total = tl.atomic_xchg(totals + e, 0, mask=e < E, sem="relaxed")
         tl.store(totals + EP, 0)
         if CHECK:
             claimed = tl.load(given + e, mask=e < E, other=0).to(tl.int32)
@@ -63,19 +75,11 @@ def _count_load_kernel(
 
 
 @triton.jit
-def number_blocks(counts, first_expert, num_blocks, EP: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
-    """Exclusive sums of counts over blocks, in place, for BE experts."""
-    e = first_expert + tl.arange(0, BE)
-    row = tl.arange(0, ROWS)
-    total = tl.zeros([BE], tl.int32)
-    first = tl.full([], 0, tl.int32)
-    while first < num_blocks:
-        at = counts + (first + row)[:, None] * EP + e[None, :]
-        here = ((first + row)[:, None] < num_blocks) & (e[None, :] < EP)
-        count = tl.load(at, mask=here, other=0)
-        tl.store(at, tl.cumsum(count, 0) - count + total[None, :], mask=here)
-        total += tl.sum(count, 0)
-        first += ROWS
+def number_blocks(counts, expert, num_blocks, NB: tl.constexpr, NBP: tl.constexpr):
+    """Exclusive sums of an expert's counts over blocks, in place."""
+    b = tl.arange(0, NBP)
+    count = tl.load(counts + expert * NB + b, mask=b < num_blocks, other=0)
+    tl.store(counts + expert * NB + b, tl.cumsum(count, 0) - count, mask=b < num_blocks)
 
 
 def count_load(
@@ -86,7 +90,7 @@ def count_load(
 
     Args:
         topk: [s, K] int32 or int64.
-        counts: [blocks, EP] int32 workspace: assignments of each expert by block.
+        counts: [EP, NB] int32 workspace: assignments of each expert by block.
         totals: [EP + 1] int32 workspace, 0.
         load: [R, E] int32 of rank 0; `load_stride` elements to the next rank's.
         tokens: [R] int32 of rank 0; `tokens_stride` elements to the next rank's.
@@ -95,20 +99,24 @@ def count_load(
         rank, operation: as in `barrier.barrier`.
     """
     TB, EP = block_tokens(K), padded_experts(E)
-    blocks = num_blocks(topk.shape[0], K)
-    programs = max(1, min(PROGRAMS, blocks))
+    programs = max(1, triton.cdiv(num_blocks(topk.shape[0], K), BLOCKS.value))
     _count_load_kernel[(programs,)](
         topk, counts, totals, load, load_stride, tokens, tokens_stride, totals if given is None else given,
         s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status,
-        topk.shape[0], blocks, programs, rank, operation,
-        E=E, EP=EP, K=K, KP=triton.next_power_of_2(K), TB=TB, R=R, RP=triton.next_power_of_2(R), NF=NUM_FAULTS,
-        CHECK=given is not None,
+        topk.shape[0], programs, rank, operation,
+        NB=counts.shape[1], E=E, EP=EP, K=K, KP=triton.next_power_of_2(K), TB=TB, R=R, RP=triton.next_power_of_2(R),
+        NF=NUM_FAULTS, CHECK=given is not None, num_warps=8,
     )  # fmt: skip
 
 
 def num_blocks(num_tokens: int, K: int) -> int:
     """Blocks of a rank's tokens."""
     return triton.cdiv(num_tokens, block_tokens(K))
+
+
+def padded_blocks(S: int, K: int) -> int:
+    """NB, the blocks of S tokens, rounded up to what programs count."""
+    return triton.cdiv(num_blocks(S, K), BLOCKS.value) * BLOCKS.value
 
 
 def block_tokens(K: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moonep.dims import Dims
 from moonep.kernels.constants import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
-from moonep.kernels.load import block_tokens, padded_experts
+from moonep.kernels.load import block_tokens, padded_blocks, padded_experts
 from moonep.kernels.solve import Solution, chosen
 
 
@@ -140,8 +140,8 @@ def _split_sources_kernel(
 def _assign_rows_kernel(
     topk, route_weights, counts, first, row, status, dst, sends, arrivals, arrivals_stride, weights,
     weights_stride, num_tokens, rank,
-    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TB: tl.constexpr,
-    C: tl.constexpr, S: tl.constexpr, W: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    TB: tl.constexpr, C: tl.constexpr, S: tl.constexpr, W: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Program b: destination rank and row of the assignments of TB tokens; all ranks get their arrivals, and
     the tokens' route weights."""
@@ -154,8 +154,14 @@ def _assign_rows_kernel(
     ids = tl.load(topk + token.to(tl.int64) * K + k, mask=inside, other=-1).to(tl.int32)
     real = (ids >= 0) & (ids < E)
     ids = tl.where(real, ids, EP - 1)
-    same = ((ids[:, None] == ids[None, :]) & (i[None, :] < i[:, None])).to(tl.int32)
-    number = tl.sum(same, 1) + tl.load(counts + b * EP + ids)
+    number = tl.load(counts + ids * NB + b)
+    for begin in tl.static_range(0, TB * KP, COLUMNS):  # all at once takes too many registers
+        j = begin + tl.arange(0, COLUMNS)
+        other, other_k = b * TB + j // KP, j % KP
+        there = (other < num_tokens) & (other_k < K)
+        others = tl.load(topk + other.to(tl.int64) * K + other_k, mask=there, other=-1).to(tl.int32)
+        others = tl.where((others >= 0) & (others < E), others, EP - 1)
+        number += tl.sum(((ids[:, None] == others[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
     safe = tl.where(real, ids, 0)
     to = i * 0
     for r in range(1, R):
@@ -195,6 +201,9 @@ def _assign_rows_kernel(
         tl.store(mine + r * arrivals_stride, tl.where(to_TK == r, arrival, NO_ARRIVAL), mask=inside_TK)
 
 
+COLUMNS = tl.constexpr(32)
+
+
 @dataclass(frozen=True, eq=False)
 class Tables:
     """Workspace of planning: what later kernels read and the plan does not keep.
@@ -203,7 +212,7 @@ class Tables:
         base: [E, R] first row of each expert's group on each rank.
         first, row: [E, R] piece tables of this rank as source.
         sizes: [E + B] rows of this rank's groups.
-        counts: [blocks, EP] assignments of each expert in earlier blocks.
+        counts: [EP, NB] assignments of each expert in earlier blocks.
         totals: [EP + 1] for counting, 0 in between.
     """
 
@@ -217,13 +226,14 @@ class Tables:
     @staticmethod
     def make(dims: Dims, device: torch.device) -> Tables:
         d = dims
-        blocks = triton.cdiv(d.S, block_tokens(d.K))
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         EP = padded_experts(d.E)
-        return Tables(ints(d.E, d.R), ints(d.E, d.R), ints(d.E, d.R), ints(d.G), ints(blocks, EP), ints(EP + 1))
+        return Tables(
+            ints(d.E, d.R), ints(d.E, d.R), ints(d.E, d.R), ints(d.G), ints(EP, padded_blocks(d.S, d.K)), ints(EP + 1)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,6 +311,6 @@ def assign_rows(
     _assign_rows_kernel[(triton.cdiv(topk.shape[0], tokens),)](
         topk, weights if route_weights is None else route_weights, tables.counts, tables.first, tables.row, status,
         plan.dst, plan.sends, arrivals, arrivals_stride, weights, weights_stride, topk.shape[0], rank,
-        E=d.E, EP=padded_experts(d.E), R=d.R, K=d.K, KP=triton.next_power_of_2(d.K), TB=tokens, C=d.C, S=d.S, W=d.W,
-        HAS_WEIGHTS=route_weights is not None,
+        E=d.E, EP=padded_experts(d.E), NB=tables.counts.shape[1], R=d.R, K=d.K, KP=triton.next_power_of_2(d.K),
+        TB=tokens, C=d.C, S=d.S, W=d.W, HAS_WEIGHTS=route_weights is not None,
     )  # fmt: skip

@@ -41,8 +41,6 @@ INT_MIN = tl.constexpr(-(2**31))
 NOT_APPLICABLE = tl.constexpr(2**30)
 # Rows of the load that are loaded together; the next ones are on their way meanwhile.
 SOURCES = tl.constexpr(8)
-# The part of the counts that a program numbers at once.
-ROWS_TO_NUMBER, EXPERTS_TO_NUMBER = 128, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,18 +106,18 @@ def launch_agreed(
 
     Args:
         load_RE, out, dims: as in `launch_solve`.
-        counts: [blocks, EP] int32, assignments of each expert by block: becomes how many earlier blocks have.
+        counts: [EP, NB] int32, assignments of each expert by block: becomes how many earlier blocks have.
         signals, rank, waiting: the barrier's, and its (operation, number, limit).
     """
     d = dims
-    num_warps, candidates, EP = _num_warps(d), out.cost.shape[0], counts.shape[1]
+    num_warps, candidates, NB = _num_warps(d), out.cost.shape[0], counts.shape[1]
     s = signals
-    _agree_kernel[(candidates + triton.cdiv(EP, EXPERTS_TO_NUMBER),)](
+    _agree_kernel[(candidates + d.E,)](
         load_RE, out.left, out.given, out.donor, out.cost, d.balance.eps_ppm, d.balance.slack, d.max_rows, counts,
         num_blocks, s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank,
         *waiting, load_stride=load_RE.stride(0), CANDIDATES=candidates, TOLERANT=not d.balance.exact, R=d.R, L=d.L,
-        RP=_lanes(d.R), LP=_lanes(d.L), TILE=1024 * num_warps, EP=EP, ROWS=ROWS_TO_NUMBER * num_warps,
-        BE=EXPERTS_TO_NUMBER, BP=triton.next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
+        RP=_lanes(d.R), LP=_lanes(d.L), TILE=1024 * num_warps, NB=NB, NBP=triton.next_power_of_2(NB),
+        BP=triton.next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
         num_warps=num_warps,
     )  # fmt: skip
 
@@ -188,7 +186,7 @@ def _agree_kernel(
     load_RE, left, given, donor, cost, eps_ppm, slack, max_rows, counts, num_blocks, signals, signal_stride, faults,
     fault_stride, epoch, status, host_status, rank, operation, number, limit, load_stride: tl.constexpr,
     CANDIDATES: tl.constexpr, TOLERANT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr,
-    LP: tl.constexpr, TILE: tl.constexpr, EP: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
+    LP: tl.constexpr, TILE: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, BP: tl.constexpr,
     NF: tl.constexpr, TIMER: tl.constexpr,
 ):  # fmt: skip
     """Program c < CANDIDATES waits for all loads and computes candidate c. The others number the blocks meanwhile."""
@@ -218,7 +216,7 @@ def _agree_kernel(
                 TILE,
             )
     else:
-        number_blocks(counts, (c - CANDIDATES) * BE, num_blocks, EP, ROWS, BE)
+        number_blocks(counts, c - CANDIDATES, num_blocks, NB, NBP)
 
 
 @triton.jit
