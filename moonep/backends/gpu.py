@@ -218,31 +218,23 @@ class GpuBackend:
             return None
         return CompletedEvent() if self.stream is None else self.stream.record_event()
 
-    def dispatch(
-        self, hidden_sH: Tensor, weights_sK: Tensor | None, topk_sK: Tensor, counts_E: Tensor | None, owner: int
-    ) -> Plan:
-        """Plan, and send rows into the forward region of every rank. One cross-rank barrier before rows move."""
+    def plan(self, topk_sK: Tensor, counts_E: Tensor | None, owner: int, weights_sK: Tensor | None = None) -> Plan:
+        """Plan. One cross-rank barrier. The plan's arrivals are filled by the movers, from what sources write now."""
         d = self.dims
         made = rows.PlanTensors.make(d, len(topk_sK), self.device)
         signals, waiting = self.barrier.signals, self.barrier.waiting()
         load.count_load(
-            topk_sK, self.tables.counts, self.tables.totals, *self.of_all("load"), *self.of_all("tokens"), counts_E,
-            signals, self.rank, waiting[0], d.R, d.E, d.K,
+            topk_sK, self.tables.blocks, *self.of_all("load"), *self.of_all("tokens"), counts_E, signals, self.rank,
+            waiting[0], d.R, d.E, d.K,
         )  # fmt: skip
         # From here on all loads are there, and nobody reads forward rows and arrivals any more.
-        num_blocks = load.num_blocks(len(topk_sK), d.K)
-        solve.launch_agreed(
-            self.mine("load"), self.solution, d, self.tables.counts, num_blocks, signals, self.rank, waiting
-        )
+        solve.launch_agreed(self.mine("load"), self.solution, d, signals, self.rank, waiting)
         rows.lay_groups(self.solution, self.status, self.tables, made, self.rank, d)
         rows.split_sources(self.mine("load"), self.mine("tokens"), self.status, self.tables, made, self.rank, d)
         rows.assign_rows(
             topk_sK, weights_sK, *self.of_all("arrivals"), *self.of_all("arriving_weights"), self.status, self.tables,
             made, self.rank, d,
         )  # fmt: skip
-        self.forward.touch()
-        arriving = movers.Arriving(self.mine("arrivals"), self._weights_of(weights_sK))
-        self.movers.move(self.forward, _words(hidden_sH), made, made.zero_fill_ranges, arriving)
         return Plan(
             dims=d,
             rank=self.rank,
@@ -260,6 +252,16 @@ class GpuBackend:
             status=self.status,
         )
 
+    def dispatch(
+        self, hidden_sH: Tensor, weights_sK: Tensor | None, topk_sK: Tensor, counts_E: Tensor | None, owner: int
+    ) -> Plan:
+        """Plan, and send rows into the forward region of every rank."""
+        plan = self.plan(topk_sK, counts_E, owner, weights_sK)
+        self.forward.touch()
+        arriving = movers.Arriving(self.mine("arrivals"), self._weights_of(weights_sK))
+        self.movers.move(self.forward, _words(hidden_sH), plan, arriving)
+        return plan
+
     def dispatch_with_plan(self, plan: Plan, hidden_sH: Tensor, weights_sK: Tensor | None, sync: bool) -> None:
         """Send rows into the gradient region of every rank."""
         if sync:
@@ -268,7 +270,7 @@ class GpuBackend:
             dispatch.send_weights(weights_sK, self.status, *self.of_all("arriving_weights"), self.rank, self.dims.R)
         self.gradient.touch()
         arriving = movers.Arriving(None, self._weights_of(weights_sK))
-        self.movers.move(self.gradient, _words(hidden_sH), plan, plan.zero_fill_ranges, arriving)
+        self.movers.move(self.gradient, _words(hidden_sH), plan, arriving)
 
     def combine(
         self, plan: Plan, hidden_CH: Tensor, weights_C: Tensor | None, sync: bool

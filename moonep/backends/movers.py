@@ -21,7 +21,6 @@ from moonep.plan import Plan
 if TYPE_CHECKING:
     from moonep.backends.gpu import GpuBackend
     from moonep.backends.regions import RowRegion
-    from moonep.kernels.rows import PlanTensors
 
 NAMES = ("bulk", "portable")
 BULK_CAPABILITY = 9
@@ -80,23 +79,31 @@ class PortableMovers:
         """What it needs of each rank's memory."""
         return []
 
-    def move(
-        self, region: RowRegion, hidden_sH: Tensor, made: PlanTensors | Plan, fill: Tensor, arriving: Arriving
-    ) -> None:
+    def move(self, region: RowRegion, hidden_sH: Tensor, plan: Plan, arriving: Arriving) -> None:
         """Send rows and expand them."""
         b = self.backend
         rows, stride = b.words_of(region)
         dispatch.send_rows(
-            hidden_sH, made.dst, fill, b.status, rows, stride, region.weights, b.rank, b.dims.K, b.dims.C, self.programs
+            hidden_sH,
+            plan.dst,
+            plan.zero_fill_ranges,
+            b.status,
+            rows,
+            stride,
+            region.weights,
+            b.rank,
+            b.dims.K,
+            b.dims.C,
+            self.programs,
         )
         b.barrier.wait()  # all rows and arrivals are there
         fresh = arriving.arrivals is not None
         if fresh or arriving.weights is not None:
             dispatch.take_arrivals(
-                made.arrivals if arriving.arrivals is None else arriving.arrivals, made.arrivals if fresh else None,
-                made.tokens, arriving.weights, region.weights, b.status,
+                plan.arrivals if arriving.arrivals is None else arriving.arrivals, plan.arrivals if fresh else None,
+                plan.tokens, arriving.weights, region.weights, b.status,
             )  # fmt: skip
-        dispatch.expand_rows(region.rows.view(torch.int32), made.arrivals, made.tokens, b.status, self.local_programs)
+        dispatch.expand_rows(region.rows.view(torch.int32), plan.arrivals, plan.tokens, b.status, self.local_programs)
 
     def sum(
         self, plan: Plan, hidden_CH: Tensor, output: Tensor, weights: Tensor, stride: int, gathered: Tensor | None
@@ -142,9 +149,7 @@ class BulkMovers:
 
         return [Region("flags", (dims.R, MAX_CHUNKS), torch.int32)]
 
-    def move(
-        self, region: RowRegion, hidden_sH: Tensor, made: PlanTensors | Plan, fill: Tensor, arriving: Arriving
-    ) -> None:
+    def move(self, region: RowRegion, hidden_sH: Tensor, plan: Plan, arriving: Arriving) -> None:
         """Send rows and expand them."""
         from moonep.kernels import bulk_dispatch
 
@@ -152,9 +157,9 @@ class BulkMovers:
         rows, stride = b.words_of(region)
         fresh = arriving.arrivals is not None
         bulk_dispatch.move_rows(
-            hidden_sH, rows, stride, region.weights, made.sends, fill,
-            made.arrivals if arriving.arrivals is None else arriving.arrivals, made.arrivals if fresh else None,
-            arriving.weights, made.tokens, self.arrived, b.barrier.signals, b.rank, b.barrier.waiting(), b.dims.P,
+            hidden_sH, rows, stride, region.weights, plan.sends, plan.zero_fill_ranges,
+            plan.arrivals if arriving.arrivals is None else arriving.arrivals, plan.arrivals if fresh else None,
+            arriving.weights, plan.tokens, self.arrived, b.barrier.signals, b.rank, b.barrier.waiting(), b.dims.P,
             self.senders, self.copiers,
         )  # fmt: skip
 

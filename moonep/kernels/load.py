@@ -8,6 +8,9 @@ Example, K = 1, blocks of 2 tokens, ids [0, 0, 1, 0]: counts [[2, 0], [1, 1]], b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,115 +18,111 @@ from torch import Tensor
 from moonep.kernels.barrier import NUM_FAULTS, Signals, arrive
 
 BLOCK = 128  # assignments of a block, padding of K to a power of two included
-BLOCKS = tl.constexpr(4)  # that one program counts
-COLUMNS = tl.constexpr(16)  # that are compared at once
+PUBLISHED = 2048  # counts that a program takes
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_programs", "rank", "operation"])
-def _count_load_kernel(
-    topk, counts, totals, load, load_stride, tokens, tokens_stride, given, signals, signal_stride, faults, fault_stride,
-    epoch, status, host_status, num_tokens, num_programs, rank, operation,
-    NB: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TB: tl.constexpr,
-    R: tl.constexpr, RP: tl.constexpr, NF: tl.constexpr, CHECK: tl.constexpr,
+@triton.jit(do_not_specialize=["num_tokens"])
+def _count_blocks_kernel(
+    topk, counts, host_status, num_tokens, NB: tl.constexpr, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    TB: tl.constexpr,
 ):  # fmt: skip
-    """Program p counts the blocks [p * BLOCKS, (p + 1) * BLOCKS). The last to end publishes the totals and arrives.
-
-    Block b has the tokens [b * TB, (b + 1) * TB). An id out of range counts as masked and is reported.
-    totals[EP] is the number of programs that have ended; all of totals is 0 between launches.
-    """
-    e = tl.arange(0, EP)
-    sub = tl.arange(0, BLOCKS)
-    first = tl.program_id(0) * BLOCKS
-    tl.store(counts + e[:, None] * NB + first + sub[None, :], tl.zeros([EP, BLOCKS], tl.int32))
+    """Program b counts the tokens [b * TB, (b + 1) * TB). An id out of range counts as masked and is reported."""
+    b = tl.program_id(0)
     i = tl.arange(0, TB * KP)
-    token = (first + sub)[:, None] * TB + i[None, :] // KP
-    k = i[None, :] % KP
-    inside = (token < num_tokens) & (k < K)
-    ids = tl.load(topk + token.to(tl.int64) * K + k, mask=inside, other=-1).to(tl.int32)
-    bad = (ids < -1) | (ids >= E)
-    if tl.max(tl.max(bad.to(tl.int32), 1), 0) > 0:
+    token, k = b * TB + i // KP, i % KP
+    ids = tl.load(topk + token.to(tl.int64) * K + k, mask=(token < num_tokens) & (k < K), other=-1).to(tl.int32)
+    if tl.max(((ids < -1) | (ids >= E)).to(tl.int32), 0) > 0:
         tl.store(host_status, 5)
-    real = (ids >= 0) & (ids < E)
-    # An assignment counts for its expert if it is the last of its block: a histogram of so many bins is slower.
-    count = tl.zeros([BLOCKS, TB * KP], tl.int32)
-    later = tl.zeros([BLOCKS, TB * KP], tl.int32)
-    for begin in tl.static_range(0, TB * KP, COLUMNS):
-        j = begin + tl.arange(0, COLUMNS)
-        other = (first + sub)[:, None] * TB + j[None, :] // KP
-        there = (other < num_tokens) & (j[None, :] % KP < K)
-        others = tl.load(topk + other.to(tl.int64) * K + j[None, :] % KP, mask=there, other=-1).to(tl.int32)
-        equal = ids[:, :, None] == others[:, None, :]
-        count += tl.sum(equal.to(tl.int32), 2)
-        later += tl.sum((equal & (j[None, None, :] > i[None, :, None])).to(tl.int32), 2)
-    last = real & (later == 0)
-    tl.debug_barrier()  # zeros are written
-    tl.store(counts + ids * NB + first + sub[:, None], count, mask=last)
-    tl.atomic_add(totals + ids, count, mask=last, sem="relaxed")
+    tl.atomic_add(counts + ids * NB + b, 1, mask=(ids >= 0) & (ids < E), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_programs", "rank", "operation"])
+def _publish_load_kernel(
+    counts, before, ticket, load, load_stride, tokens, tokens_stride, given, signals, signal_stride, faults,
+    fault_stride, epoch, status, host_status, num_tokens, num_blocks, num_programs, rank, operation,
+    NB: tl.constexpr, NBP: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    NF: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """Program i: BE experts: exclusive sums over blocks, the totals into load[rank] of every peer; counts become 0.
+
+    The last program to end arrives at the barrier.
+    """
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    b = tl.arange(0, NBP)
+    at = e[:, None] * NB + b[None, :]
+    here = (e[:, None] < E) & (b[None, :] < num_blocks)
+    count = tl.load(counts + at, mask=here, other=0)
+    tl.store(before + at, tl.cumsum(count, 1) - count, mask=here)
+    tl.store(counts + at, count * 0, mask=here)
+    total = tl.sum(count, 1)
+    if CHECK:
+        claimed = tl.load(given + e, mask=e < E, other=0).to(tl.int32)
+        if tl.max(tl.where((e < E) & (claimed != total), 1, 0), 0) > 0:
+            tl.store(host_status, 6)
+    for r in range(R):
+        tl.store(load + r * load_stride + rank * E + e, total, mask=e < E)
     tl.debug_barrier()
-    if tl.atomic_add(totals + EP, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
-        total = tl.atomic_xchg(totals + e, 0, mask=e < E, sem="relaxed")
-        tl.store(totals + EP, 0)
-        if CHECK:
-            claimed = tl.load(given + e, mask=e < E, other=0).to(tl.int32)
-            if tl.max(tl.where((e < E) & (claimed != total), 1, 0), 0) > 0:
-                tl.store(host_status, 6)
+    if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+        tl.store(ticket, 0)
         for r in range(R):
-            tl.store(load + r * load_stride + rank * E + e, total, mask=e < E)
             tl.store(tokens + r * tokens_stride + rank, num_tokens)
         tl.debug_barrier()
         arrive(signals, signal_stride, faults, fault_stride, epoch, status, rank, operation, R, RP, NF)
 
 
-@triton.jit
-def number_blocks(counts, expert, num_blocks, NB: tl.constexpr, NBP: tl.constexpr):
-    """Exclusive sums of an expert's counts over blocks, in place."""
-    b = tl.arange(0, NBP)
-    count = tl.load(counts + expert * NB + b, mask=b < num_blocks, other=0)
-    tl.store(counts + expert * NB + b, tl.cumsum(count, 0) - count, mask=b < num_blocks)
-
-
 def count_load(
-    topk: Tensor, counts: Tensor, totals: Tensor, load: Tensor, load_stride: int, tokens: Tensor, tokens_stride: int,
+    topk: Tensor, blocks: Blocks, load: Tensor, load_stride: int, tokens: Tensor, tokens_stride: int,
     given: Tensor | None, s: Signals, rank: int, operation: int, R: int, E: int, K: int,
 ) -> None:  # fmt: skip
     """Count, publish, and arrive at the barrier that `solve.launch_agreed` waits for.
 
     Args:
         topk: [s, K] int32 or int64.
-        counts: [EP, NB] int32 workspace: assignments of each expert by block.
-        totals: [EP + 1] int32 workspace, 0.
+        blocks: workspace; `before` is what later kernels read.
         load: [R, E] int32 of rank 0; `load_stride` elements to the next rank's.
         tokens: [R] int32 of rank 0; `tokens_stride` elements to the next rank's.
         given: [E] int32 counts to compare with, or None.
         s: BAD_ID or BAD_COUNT is reported in its host status.
         rank, operation: as in `barrier.barrier`.
     """
-    TB, EP = block_tokens(K), padded_experts(E)
-    programs = max(1, triton.cdiv(num_blocks(topk.shape[0], K), BLOCKS.value))
-    _count_load_kernel[(programs,)](
-        topk, counts, totals, load, load_stride, tokens, tokens_stride, totals if given is None else given,
-        s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status,
-        topk.shape[0], programs, rank, operation,
-        NB=counts.shape[1], E=E, EP=EP, K=K, KP=triton.next_power_of_2(K), TB=TB, R=R, RP=triton.next_power_of_2(R),
-        NF=NUM_FAULTS, CHECK=given is not None, num_warps=8,
+    num_blocks, NB = triton.cdiv(topk.shape[0], block_tokens(K)), blocks.counts.shape[1]
+    if num_blocks:
+        _count_blocks_kernel[(num_blocks,)](
+            topk, blocks.counts, s.host_status, topk.shape[0],
+            NB=NB, E=E, K=K, KP=triton.next_power_of_2(K), TB=block_tokens(K),
+        )  # fmt: skip
+    NBP = triton.next_power_of_2(NB)
+    BE = max(1, min(PUBLISHED // NBP, 16))
+    programs = triton.cdiv(E, BE)
+    _publish_load_kernel[(programs,)](
+        blocks.counts, blocks.before, blocks.ticket, load, load_stride, tokens, tokens_stride,
+        blocks.ticket if given is None else given, s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch,
+        s.status, s.host_status, topk.shape[0], num_blocks, programs, rank, operation,
+        NB=NB, NBP=NBP, E=E, BE=BE, R=R, RP=triton.next_power_of_2(R), NF=NUM_FAULTS, CHECK=given is not None,
     )  # fmt: skip
 
 
-def num_blocks(num_tokens: int, K: int) -> int:
-    """Blocks of a rank's tokens."""
-    return triton.cdiv(num_tokens, block_tokens(K))
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Assignments of each expert by block of tokens.
 
+    Attributes:
+        counts: [E, NB] int32, 0 between launches.
+        before: [E, NB] int32, how many assignments of an expert earlier blocks have.
+        ticket: [1] int32, 0 between launches.
+    """
 
-def padded_blocks(S: int, K: int) -> int:
-    """NB, the blocks of S tokens, rounded up to what programs count."""
-    return triton.cdiv(num_blocks(S, K), BLOCKS.value) * BLOCKS.value
+    counts: Tensor
+    before: Tensor
+    ticket: Tensor
+
+    @staticmethod
+    def make(E: int, S: int, K: int, device: torch.device) -> Blocks:
+        NB = triton.cdiv(S, block_tokens(K))
+        counts = torch.zeros(E, NB, dtype=torch.int32, device=device)
+        return Blocks(counts, torch.zeros_like(counts), torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def block_tokens(K: int) -> int:
     """TB, tokens of a block."""
     return BLOCK // triton.next_power_of_2(K)
-
-
-def padded_experts(E: int) -> int:
-    """EP: a power of two with room for a bin of masked assignments."""
-    return triton.next_power_of_2(E + 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moonep.dims import Dims
 from moonep.kernels.constants import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
-from moonep.kernels.load import block_tokens, padded_blocks, padded_experts
+from moonep.kernels.load import Blocks, block_tokens
 from moonep.kernels.solve import Solution, chosen
 
 
@@ -138,9 +138,9 @@ def _split_sources_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
 def _assign_rows_kernel(
-    topk, route_weights, counts, first, row, status, dst, sends, arrivals, arrivals_stride, weights,
+    topk, route_weights, before, first, row, status, dst, sends, arrivals, arrivals_stride, weights,
     weights_stride, num_tokens, rank,
-    E: tl.constexpr, EP: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    E: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     TB: tl.constexpr, C: tl.constexpr, S: tl.constexpr, W: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Program b: destination rank and row of the assignments of TB tokens; all ranks get their arrivals, and
@@ -153,16 +153,15 @@ def _assign_rows_kernel(
     inside = (token < num_tokens) & (k < K)
     ids = tl.load(topk + token.to(tl.int64) * K + k, mask=inside, other=-1).to(tl.int32)
     real = (ids >= 0) & (ids < E)
-    ids = tl.where(real, ids, EP - 1)
-    number = tl.load(counts + ids * NB + b)
+    ids = tl.where(real, ids, -1)
+    safe = tl.where(real, ids, 0)
+    number = tl.load(before + safe * NB + b)
     for begin in tl.static_range(0, TB * KP, COLUMNS):  # all at once takes too many registers
         j = begin + tl.arange(0, COLUMNS)
         other, other_k = b * TB + j // KP, j % KP
         there = (other < num_tokens) & (other_k < K)
         others = tl.load(topk + other.to(tl.int64) * K + other_k, mask=there, other=-1).to(tl.int32)
-        others = tl.where((others >= 0) & (others < E), others, EP - 1)
         number += tl.sum(((ids[:, None] == others[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
-    safe = tl.where(real, ids, 0)
     to = i * 0
     for r in range(1, R):
         to += (tl.load(first + safe * R + r) <= number).to(tl.int32)
@@ -212,16 +211,14 @@ class Tables:
         base: [E, R] first row of each expert's group on each rank.
         first, row: [E, R] piece tables of this rank as source.
         sizes: [E + B] rows of this rank's groups.
-        counts: [EP, NB] assignments of each expert in earlier blocks.
-        totals: [EP + 1] for counting, 0 in between.
+        blocks: counts of assignments by block of tokens.
     """
 
     base: Tensor
     first: Tensor
     row: Tensor
     sizes: Tensor
-    counts: Tensor
-    totals: Tensor
+    blocks: Blocks
 
     @staticmethod
     def make(dims: Dims, device: torch.device) -> Tables:
@@ -230,10 +227,8 @@ class Tables:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        EP = padded_experts(d.E)
-        return Tables(
-            ints(d.E, d.R), ints(d.E, d.R), ints(d.E, d.R), ints(d.G), ints(EP, padded_blocks(d.S, d.K)), ints(EP + 1)
-        )
+        blocks = Blocks.make(d.E, d.S, d.K, device)
+        return Tables(ints(d.E, d.R), ints(d.E, d.R), ints(d.E, d.R), ints(d.G), blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,8 +304,8 @@ def assign_rows(
     if topk.shape[0] == 0:
         return
     _assign_rows_kernel[(triton.cdiv(topk.shape[0], tokens),)](
-        topk, weights if route_weights is None else route_weights, tables.counts, tables.first, tables.row, status,
-        plan.dst, plan.sends, arrivals, arrivals_stride, weights, weights_stride, topk.shape[0], rank,
-        E=d.E, EP=padded_experts(d.E), NB=tables.counts.shape[1], R=d.R, K=d.K, KP=triton.next_power_of_2(d.K),
-        TB=tokens, C=d.C, S=d.S, W=d.W, HAS_WEIGHTS=route_weights is not None,
+        topk, weights if route_weights is None else route_weights, tables.blocks.before, tables.first, tables.row,
+        status, plan.dst, plan.sends, arrivals, arrivals_stride, weights, weights_stride, topk.shape[0], rank, E=d.E,
+        NB=tables.blocks.before.shape[1], R=d.R, K=d.K, KP=triton.next_power_of_2(d.K), TB=tokens, C=d.C, S=d.S, W=d.W,
+        HAS_WEIGHTS=route_weights is not None,
     )  # fmt: skip

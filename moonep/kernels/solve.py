@@ -29,7 +29,6 @@ from moonep import dims as _dims
 from moonep.dims import Dims
 from moonep.environment import interpreting
 from moonep.kernels.barrier import NUM_FAULTS, Signals, wait
-from moonep.kernels.load import number_blocks
 
 POLICIES = ("path", "chain1", "chain2", "alias")
 
@@ -99,25 +98,20 @@ def launch_solve(load_RE: Tensor, status: Tensor, out: Solution, dims: Dims) -> 
 
 
 def launch_agreed(
-    load_RE: Tensor, out: Solution, dims: Dims, counts: Tensor, num_blocks: int, signals: Signals, rank: int,
-    waiting: tuple[int, int, int],
-) -> None:  # fmt: skip
-    """`launch_solve`, after the wait for the loads of all ranks (`load.count_load`); meanwhile, number the blocks.
+    load_RE: Tensor, out: Solution, dims: Dims, signals: Signals, rank: int, waiting: tuple[int, int, int]
+) -> None:
+    """`launch_solve`, after the wait for the loads of all ranks (`load.count_load`).
 
     Args:
         load_RE, out, dims: as in `launch_solve`.
-        counts: [EP, NB] int32, assignments of each expert by block: becomes how many earlier blocks have.
         signals, rank, waiting: the barrier's, and its (operation, number, limit).
     """
-    d = dims
-    num_warps, candidates, NB = _num_warps(d), out.cost.shape[0], counts.shape[1]
-    s = signals
-    _agree_kernel[(candidates + d.E,)](
-        load_RE, out.left, out.given, out.donor, out.cost, d.balance.eps_ppm, d.balance.slack, d.max_rows, counts,
-        num_blocks, s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank,
-        *waiting, load_stride=load_RE.stride(0), CANDIDATES=candidates, TOLERANT=not d.balance.exact, R=d.R, L=d.L,
-        RP=_lanes(d.R), LP=_lanes(d.L), TILE=1024 * num_warps, NB=NB, NBP=triton.next_power_of_2(NB),
-        BP=triton.next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
+    d, s, num_warps = dims, signals, _num_warps(dims)
+    _agree_kernel[(out.cost.shape[0],)](
+        load_RE, out.left, out.given, out.donor, out.cost, d.balance.eps_ppm, d.balance.slack, d.max_rows,
+        s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank, *waiting,
+        load_stride=load_RE.stride(0), TOLERANT=not d.balance.exact, R=d.R, L=d.L, RP=_lanes(d.R), LP=_lanes(d.L),
+        TILE=1024 * num_warps, BP=triton.next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
         num_warps=num_warps,
     )  # fmt: skip
 
@@ -181,42 +175,23 @@ def _solve_candidates_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["eps_ppm", "slack", "max_rows", "num_blocks", "rank", "operation", "number", "limit"])
+@triton.jit(do_not_specialize=["eps_ppm", "slack", "max_rows", "rank", "operation", "number", "limit"])
 def _agree_kernel(
-    load_RE, left, given, donor, cost, eps_ppm, slack, max_rows, counts, num_blocks, signals, signal_stride, faults,
-    fault_stride, epoch, status, host_status, rank, operation, number, limit, load_stride: tl.constexpr,
-    CANDIDATES: tl.constexpr, TOLERANT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr,
-    LP: tl.constexpr, TILE: tl.constexpr, NB: tl.constexpr, NBP: tl.constexpr, BP: tl.constexpr,
-    NF: tl.constexpr, TIMER: tl.constexpr,
+    load_RE, left, given, donor, cost, eps_ppm, slack, max_rows, signals, signal_stride, faults, fault_stride, epoch,
+    status, host_status, rank, operation, number, limit, load_stride: tl.constexpr,
+    TOLERANT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, TILE: tl.constexpr,
+    BP: tl.constexpr, NF: tl.constexpr, TIMER: tl.constexpr,
 ):  # fmt: skip
-    """Program c < CANDIDATES waits for all loads and computes candidate c. The others number the blocks meanwhile."""
-    c = tl.program_id(0)
-    if c < CANDIDATES:
-        failed = wait(
-            signals, signal_stride, faults, fault_stride, epoch, status, host_status, rank, operation, number, limit,
-            R, BP, NF, TIMER,
+    """Program c waits for all loads and computes candidate c."""
+    failed = wait(
+        signals, signal_stride, faults, fault_stride, epoch, status, host_status, rank, operation, number, limit,
+        R, BP, NF, TIMER,
+    )  # fmt: skip
+    if failed == 0:
+        _solve_candidate(
+            tl.program_id(0), load_RE, left, given, donor, cost, eps_ppm, slack, max_rows, load_stride, TOLERANT, R, L,
+            RP, LP, TILE,
         )  # fmt: skip
-        if failed == 0:
-            _solve_candidate(
-                c,
-                load_RE,
-                left,
-                given,
-                donor,
-                cost,
-                eps_ppm,
-                slack,
-                max_rows,
-                load_stride,
-                TOLERANT,
-                R,
-                L,
-                RP,
-                LP,
-                TILE,
-            )
-    else:
-        number_blocks(counts, c - CANDIDATES, num_blocks, NB, NBP)
 
 
 @triton.jit
