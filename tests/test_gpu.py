@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moonep import Buffer, ExpertPool, PeerError, PeerTimeout
+from moonep.cli.demo_training import FIRST_STEPS, LOSS_BOUND, Settings, train_moonep, train_ordinary
 from moonep.kernels import barrier, combine, dispatch, load, rows, solve, weights
 from moonep.nn import MoE
 from moonep.testing import dense_moe
@@ -108,6 +109,20 @@ def test_moe_is_dense_within_bf16_rounding(ranks, R, save):
     for errors in ranks(R).run(compare_with_dense, save):
         assert errors.pop("redundant") > 0
         assert max(errors.values()) < 0.02, errors
+
+
+@pytest.mark.parametrize("dtype", LOSS_BOUND)
+def test_the_demos_model_learns_on_gpus_as_on_the_cpu(ranks, dtype):
+    curves = {
+        (train.__name__, device): ranks(2).run(train, Settings(2, FIRST_STEPS, device=device, dtype=dtype))[0].loss
+        for train in (train_moonep, train_ordinary)
+        for device in ("cpu", "cuda")
+    }
+    want = curves["train_moonep", "cpu"]
+    assert want[-1] < want[0] - 0.5
+    for name, losses in curves.items():
+        worst = max(abs(a - b) for a, b in zip(losses, want, strict=True))
+        assert worst <= LOSS_BOUND[dtype], f"{name}: {worst}"
 
 
 def train_without_syncs() -> bool:
