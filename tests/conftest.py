@@ -26,3 +26,18 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield world
     for each in worlds.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def interpreters() -> Iterator[Callable[[int], Ranks]]:
+    """As `ranks`, with Triton kernels run in the interpreter, on shared memory of the host."""
+    started: dict[int, Ranks] = {}
+
+    def world(R: int) -> Ranks:
+        # Spawned: another test's ranks may have made the fork server import Triton, which reads the variable then.
+        options = {"env": {"TRITON_INTERPRET": "1"}, "start_method": "spawn", "timeout_s": 240.0}
+        return started.setdefault(R, Ranks(R, **options))
+
+    yield world
+    for each in started.values():
+        each.close()
