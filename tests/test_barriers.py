@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from test_contract import DEVICE_BACKENDS, use_device
 from torch import Tensor
 
 from moonep import Buffer, ExpertPool, PeerError
@@ -27,10 +28,6 @@ SHAPE = (8, 8)
 # How long the late rank sleeps, by backend; more than the other one takes for a round.
 PAUSE_S = {"cpu": 0.02, "interpreter": 1.0, "cuda": 0.02}
 CYCLES_A_SECOND = 2e9
-ON_GPU = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the cuda backend is not run here"),
-)
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,7 @@ class Rank:
     """One rank's Buffer, pool and data, other data in each round."""
 
     def __init__(self, backend: str, scenario: str):
-        self.backend, self.device = backend, torch.device("cpu")
-        if backend == "cuda":
-            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.backend, self.device = backend, use_device(backend)
         # With other routings ranks may disagree about a plan: K = 1, so that rows form no chains that could be cyclic.
         K = 1 if scenario == "other routings" else 2
         sizes = {"token_padding": 8, "backend": backend, "timeout_s": 30.0}
@@ -214,7 +208,7 @@ def assert_noticed(outcomes: list[tuple[bool, bool]]) -> None:
     assert any(without), "nobody notices that the barrier is missing"
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("backend", DEVICE_BACKENDS)
 @pytest.mark.parametrize("name", BARRIERS)
 def test_removing_a_barrier_is_noticed(ranks, backend, name):
     assert_noticed(ranks(R).run(notice, backend, name, timeout_s=90))
