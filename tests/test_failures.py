@@ -6,10 +6,12 @@ Nothing hangs, and nobody goes on with garbage. Each scenario runs on every rank
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -718,6 +720,44 @@ def test_peers_know_what_the_error_was(ranks, backend, refuse):
 @pytest.mark.parametrize("refuse", [True, False], ids=["refused", "failed"])
 def test_peers_of_a_gpu_barrier_know_what_the_error_was(interpreters, refuse):
     assert_peers_know_why(interpreters(2).run(say_why, "interpreter", refuse), refuse)
+
+
+def look_away(backend: str) -> dict[str, Any]:
+    """Give ids out of range, then call nothing for a while; what was logged meanwhile, and what is raised after."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("moonep").addHandler(handler)
+    buffer = Buffer(4, 8, 1, 2, 1, token_padding=1, backend=backend)
+    x, ids = torch.ones(4, 8, dtype=torch.bfloat16), torch.full((4, 1), 7, dtype=torch.int32)
+
+    def replay() -> None:
+        with buffer.watch(interval_s=0.01):
+            try:
+                buffer.dispatch(x, None, ids)
+            finally:
+                time.sleep(0.1)
+
+    end = end_of(replay)
+    names = [thread.name for thread in threading.enumerate()]
+    good = end_of(lambda: buffer.dispatch(x, None, ids * 0))
+    return {"end": end, "good": good, "lines": lines, "names": names}
+
+
+@pytest.mark.slow
+def test_a_watched_buffer_logs_what_the_device_reports_and_raises_it_after(interpreters):
+    (seen,) = interpreters(1).run(look_away, "interpreter")
+    assert seen["end"].error == "ValueError" and seen["end"].text.startswith("topk_experts_sk: given ids out of range")
+    assert seen["lines"] == [f"rank 0: ValueError: {seen['end'].text}"]
+    assert seen["good"].error is None
+    assert "moonep-watchdog" not in seen["names"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_watched_buffer_without_errors_logs_nothing(ranks, backend):
+    (seen,) = ranks(1).run(look_away, backend)
+    assert seen["end"].error == "ValueError"  # of the call itself
+    assert seen["lines"] == [] and seen["good"].error is None
 
 
 class Preempted:

@@ -6,6 +6,7 @@ The contract itself runs on the cuda backend in `test_contract`. Ranks share GPU
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pkgutil
 import random
@@ -270,6 +271,50 @@ def test_a_lost_peer_is_a_timeout_and_the_context_lives(ranks):
         assert (result["error"], result["rank"], result["operation"]) == ("PeerTimeout", 1, "dispatch")
         assert 1.9 < result["seconds"] < 10 and result["destroy_seconds"] < 5
         assert result["later"] == "PeerError" and result["alive"] == 8
+
+
+def replay_alone() -> dict[str, Any]:
+    """Rank 1 stops to replay: rank 0, which only replays a graph, sees it in its log and at the end of the block."""
+    device, R, rank = use_gpu(), dist.get_world_size(), dist.get_rank()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("moonep").addHandler(handler)
+    buffer = Buffer(64, 256, 2, 4 * R, R, token_padding=8, backend="cuda", timeout_s=2.0)
+    x = torch.ones(64, 256, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(64, 2, dtype=torch.int32, device=device)
+
+    def run() -> dict[str, Tensor]:
+        _, _, _, plan = buffer.dispatch(x, None, ids)
+        return {"plan": plan.dst}
+
+    run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    dist.barrier()
+    seen: dict[str, Any] = {"error": None}
+    try:
+        with buffer.watch():
+            for _ in range(3 - rank):
+                graph.replay()
+            torch.cuda.synchronize()
+            time.sleep(0.5)
+    except PeerTimeout as error:
+        seen = {"error": str(error), "rank": error.rank}
+    dist.barrier()
+    if rank == 0:  # it waits for nobody, after a failure
+        buffer.destroy()
+    return {**seen, "lines": lines}
+
+
+def test_a_watched_buffer_tells_of_a_lost_peer_while_a_graph_is_replayed(ranks):
+    waiting, gone = ranks(2).run(replay_alone)
+    assert waiting["rank"] == 1 and "dispatch: rank 1: did not arrive within 2 s" in waiting["error"]
+    assert waiting["lines"] == [f"rank 0: PeerTimeout: {waiting['error']}"]
+    assert gone["error"] is None and gone["lines"] == []
 
 
 def give_bad_ids() -> list[str]:

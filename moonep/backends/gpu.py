@@ -82,13 +82,21 @@ class GpuBarrier:
             ValueError: expert ids or counts of an earlier dispatch were wrong; those ids counted as masked.
             PeerError, PeerTimeout: a barrier failed.
         """
+        error = self.failure()
+        if error is None:
+            return
+        if isinstance(error, ValueError):
+            self.signals.host_status.zero_()
+        raise error
+
+    def failure(self) -> ValueError | PeerError | None:
+        """What the device has reported, read from host memory."""
         status = int(self.signals.host_status[0])
         if status == 0:
-            return
+            return None
         kind, peer, mine, theirs = barriers.decode(status)
         if kind in (barriers.BAD_ID, barriers.BAD_COUNT):
-            self.signals.host_status.zero_()
-            raise ValueError(
+            return ValueError(
                 "topk_experts_sk: given ids out of range in an earlier dispatch (they counted as masked), "
                 "expected -1 (no assignment) or an expert id"
                 if kind == barriers.BAD_ID
@@ -97,13 +105,14 @@ class GpuBarrier:
             )
         operation = OPERATIONS[mine]
         if kind == barriers.TIMEOUT:
-            raise PeerTimeout(peer, operation, f"did not arrive within {self.timeout_s:g} s; rank {self.rank} waited")
+            return PeerTimeout(peer, operation, f"did not arrive within {self.timeout_s:g} s; rank {self.rank} waited")
         if kind == barriers.OTHER_OPERATION:
-            raise PeerError(peer, operation, f"called {OPERATIONS[theirs]} instead" if theirs < len(OPERATIONS) else "")
+            called = OPERATIONS[theirs] if theirs < len(OPERATIONS) else "something else"
+            return PeerError(peer, operation, f"called {called} instead")
         refused = kind == barriers.REFUSED
         note = self._peers.read_note(f"{self._subject} {'refused' if refused else 'failed'}", peer)
         text = "refused its arguments" if refused else "failed"
-        raise PeerError(peer, operation, f"{text}: {note}" if note else text)
+        return PeerError(peer, operation, f"{text}: {note}" if note else text)
 
 
 class GpuBackend:
