@@ -145,7 +145,7 @@ class Peers:
             with suppress(RuntimeError, ValueError):  # the store or the group may be gone
                 store, key = dist.distributed_c10d._get_default_store(), self._note_key(subject, self.rank)
                 store.set(key, text[:_MAX_NOTE])
-                store.check([key])  # answered after `set` has been done
+                store.wait([key], timedelta(seconds=_NOTE_S))  # answered after `set` has been done
 
     def read_note(self, subject: str, rank: int) -> str:
         """What a rank has written down, which it may be about to do; "" if it does not. Never raises."""
