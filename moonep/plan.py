@@ -14,21 +14,13 @@ from moonep.dims import Dims
 
 INT32_MIN = -(1 << 31)
 
-# A link is one int32 a row, written by the source rank next to the row's route weight. The rows that one token has
-# on one rank form a chain in k order, from the head (the row that travelled) to the last duplicate.
-#   bit 31  LAST: the low bits are the reply address of the chain; otherwise they are the row of the next duplicate
-#   bit 30  HEAD: this row starts a chain
-# A padding row's link is 0: no head, so that no chain ever reaches it.
-LINK_LAST = 1 << 31
-LINK_HEAD = 1 << 30
-LINK_VALUE = LINK_HEAD - 1
+# An arrival is one int32 an assignment that this rank computes: the row, and above it the ordinal of this rank among
+# those that the token has assignments on, in rank order, which is the place of its partial sum in staging.
+ARRIVAL_SHIFT = 24
+ARRIVAL_ROW = (1 << ARRIVAL_SHIFT) - 1
+NO_ARRIVAL = -1
 
 _plan_ids = itertools.count(1)
-
-
-def reply_address(dims: Dims, source: int, token: int | Tensor, ordinal: int | Tensor) -> int | Tensor:
-    """Where a partial sum goes: row of the staging buffers of all ranks, seen as [R, S, W]."""
-    return (source * dims.S + token) * dims.W + ordinal
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +39,9 @@ class Plan:
         remote_stats: [2] int32, (redundant experts here, slots anywhere that hold experts of this rank).
         dst: [s * K] int32, `rank * C + row` for the first assignment of a token on a rank, `-(that) - 1` for its
             duplicates there, INT32_MIN if masked.
-        links: [C] int32, for each row that arrives here: see LINK_LAST. Rows past the last offset hold 0.
+        tokens: [R] int32, how many tokens each rank brought.
+        arrivals: [R, S, K] int32, the assignments of all ranks' tokens that are computed here: 2^24 x the ordinal of
+            this rank among the token's ranks + the row here; NO_ARRIVAL elsewhere. A token's first is its primary.
         status: [1] int32 of the GPU Buffer that made it: what kernels do with the plan, they do only while it is 0,
             for else the plan may not have been made. None: torch does it.
         key: identity of the planned routing; a clone has the same.
@@ -63,7 +57,8 @@ class Plan:
     zero_fill_ranges: Tensor
     remote_stats: Tensor
     dst: Tensor
-    links: Tensor
+    tokens: Tensor
+    arrivals: Tensor
     status: Tensor | None = None
     key: int = field(default_factory=lambda: next(_plan_ids))
 
@@ -190,12 +185,12 @@ def check_plan(plan: Plan | Sequence[Plan]) -> list[str]:
 
     Args:
         plan: the plans of all ranks in rank order, or one rank's plan: then what only all ranks together can show
-            (that no two sources use a row, and the chains of links) is not checked.
+            (that no two sources use a row, and the arrivals) is not checked.
 
     I1 conservation, I2 balance (exact, or within the tolerance), I3 one foreign home a rank, I4 at most L redundant
     experts (and the right ones in the slots), I5 capacity, I6 bijection of assignments and rows, I7 row order
     (source rank, token, k) within a group, I8 groups (monotone, multiples of P, empty groups without rows, zero fill
-    exactly on the padding), I9 primary and duplicates chained in k order.
+    exactly on the padding), I9 the first of a token's assignments on a rank is its primary, and arrivals mirror `dst`.
     """
     plans = [plan] if isinstance(plan, Plan) else list(plan)
     whole = len(plans) == plans[0].dims.R
@@ -205,7 +200,7 @@ def check_plan(plan: Plan | Sequence[Plan]) -> list[str]:
     if any((p.destinations()[0] >= p.dims.R).any() for p in plans):
         return sorted(found | {"I6"})  # rows that no buffer has: nothing further can be said of them
     if whole:
-        found |= _check_bijection(plans) | _check_order(plans) | _check_links(plans)
+        found |= _check_bijection(plans) | _check_order(plans) | _check_arrivals(plans)
     return sorted(found)
 
 
@@ -319,33 +314,18 @@ def _check_order(plans: Sequence[Plan]) -> set[str]:
     return set()
 
 
-def _check_links(plans: Sequence[Plan]) -> set[str]:
-    """Walking the links of every rank gives, for each token, its rows in k order and the right reply address."""
+def _check_arrivals(plans: Sequence[Plan]) -> set[str]:
+    """What every rank expects is what the others send."""
     d = plans[0].dims
-    chains: list[dict[int, list[int]]] = [{} for _ in plans]
+    want = torch.full((d.R, d.R, d.S, d.K), NO_ARRIVAL, dtype=torch.int32)
     for p in plans:
-        ranks, rows, _ = (t.tolist() for t in p.destinations())
-        for token, (to, at) in enumerate(zip(ranks, rows, strict=True)):
-            for ordinal, r in enumerate(sorted(set(to) - {-1})):
-                chain = [row for dest, row in zip(to, at, strict=True) if dest == r]
-                chains[r][reply_address(d, p.rank, token, ordinal)] = chain
-    for p in plans:
-        if walk_links(p.links.tolist()) != chains[p.rank]:
-            return {"I9"}
-    return set()
-
-
-def walk_links(links: Sequence[int]) -> dict[int, list[int]] | None:
-    """Follow each chain: {reply address: rows in order}; None when a chain has no end."""
-    chains: dict[int, list[int]] = {}
-    for head, link in enumerate(links):
-        if not link & LINK_HEAD:
-            continue
-        chain = [head]
-        while not link & LINK_LAST:
-            chain.append(link & LINK_VALUE)
-            if len(chain) > len(links) or chain[-1] >= len(links):
-                return None
-            link = links[chain[-1]]
-        chains[link & LINK_VALUE] = chain
-    return chains
+        rank, row, _ = (t.cpu() for t in p.destinations())
+        for r in range(d.R):
+            earlier = sum(
+                ((rank == lower).any(1).int() for lower in range(r)), torch.zeros(len(rank), dtype=torch.int32)
+            )
+            here = (earlier[:, None] << ARRIVAL_SHIFT) + row.int()
+            want[r, p.rank, : p.num_tokens] = torch.where(rank == r, here, NO_ARRIVAL)
+    tokens = torch.tensor([p.num_tokens for p in plans], dtype=torch.int32)
+    right = all(torch.equal(p.arrivals.cpu(), want[p.rank]) and torch.equal(p.tokens.cpu(), tokens) for p in plans)
+    return set() if right else {"I9"}

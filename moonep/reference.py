@@ -28,13 +28,12 @@ Rank 1 keeps its own 2 assignments of expert 0 (local first); rank 0 keeps 3 and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from moonep.dims import Dims, align_up
-from moonep.plan import INT32_MIN, LINK_HEAD, LINK_LAST, Plan, reply_address
+from moonep.plan import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL, Plan
 from moonep.planner import policy
 
 Pieces = list[list[tuple[int, int]]]
@@ -47,7 +46,8 @@ def make_plans(topk_sK: Sequence[Tensor], dims: Dims) -> list[Plan]:
     slots = [choose_slots(alloc, r, dims) for r in range(dims.R)]
     groups = [lay_groups(alloc, slots[r], r, dims) for r in range(dims.R)]
     dst = assign_rows(topk_sK, load, alloc, groups, dims)
-    links = link_rows(dst, dims)
+    arrivals = mirror(dst, dims)
+    tokens = torch.tensor([topk.shape[0] for topk in topk_sK], dtype=torch.int32)
     return [
         Plan(
             dims=dims,
@@ -60,7 +60,8 @@ def make_plans(topk_sK: Sequence[Tensor], dims: Dims) -> list[Plan]:
             zero_fill_ranges=torch.tensor([g.padding for g in groups[r]], dtype=torch.int32),
             remote_stats=torch.tensor(count_redundant(alloc, slots, r, dims), dtype=torch.int32),
             dst=dst[r],
-            links=links[r],
+            tokens=tokens,
+            arrivals=arrivals[r],
         )
         for r in range(dims.R)
     ]
@@ -180,18 +181,15 @@ def rows_by_rank(dst: Tensor, dims: Dims) -> list[dict[int, list[tuple[int, int]
     return tokens
 
 
-def link_rows(dst: Sequence[Tensor], dims: Dims) -> list[Tensor]:
-    """`links` of each rank: a token's rows there, chained in k order; the last one holds the reply address."""
-    links = torch.zeros(dims.R, dims.C, dtype=torch.int64)
+def mirror(dst: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+    """`arrivals` of each rank: the assignments of all ranks' tokens that it computes."""
+    arrivals = torch.full((dims.R, dims.R, dims.S, dims.K), NO_ARRIVAL, dtype=torch.int32)
     for source in range(dims.R):
         for token, ranks in enumerate(rows_by_rank(dst[source], dims)):
             for ordinal, (rank, chain) in enumerate(ranks.items()):
-                rows = [row for _, row in chain]
-                for row, follower in pairwise(rows):
-                    links[rank, row] = follower
-                links[rank, rows[-1]] = reply_address(dims, source, token, ordinal) - LINK_LAST
-                links[rank, rows[0]] += LINK_HEAD
-    return list(links.int())
+                for k, row in chain:
+                    arrivals[rank, source, token, k] = (ordinal << ARRIVAL_SHIFT) + row
+    return list(arrivals)
 
 
 def dispatch(

@@ -21,7 +21,7 @@ from torch import Tensor
 from moonep import Buffer, ExpertPool, PeerError
 from moonep.testing.routing import hot_rank
 
-R, S, H, L = 2, 32, 32, 4
+R, S, H, K, L = 2, 32, 32, 2, 4
 ROUNDS = 4
 HOME, HOLDER = 0, 1  # hot experts live on rank 0; rank 1 holds copies of them in its slots
 SHAPE = (8, 8)
@@ -67,10 +67,8 @@ BARRIERS = {
 class Rank:
     """One rank's Buffer, pool and data, other data in each round."""
 
-    def __init__(self, backend: str, scenario: str):
+    def __init__(self, backend: str):
         self.backend, self.device = backend, use_device(backend)
-        # With other routings ranks may disagree about a plan: K = 1, so that rows form no chains that could be cyclic.
-        K = 1 if scenario == "other routings" else 2
         sizes = {"token_padding": 8, "backend": backend, "timeout_s": 30.0}
         self.buffer = buffer = Buffer(S, H, K, L * R, R, **sizes)
         self.index = buffer.rank
@@ -174,7 +172,7 @@ def late(rank: Rank, missing: Missing, remove: bool) -> Iterator[Callable[[], No
 def notice(backend: str, name: str) -> tuple[bool, bool]:
     """Whether lateness changes anything on this rank: with all barriers, and with one missing."""
     missing = BARRIERS[name]
-    rank = Rank(backend, missing.scenario)
+    rank = Rank(backend)
     step = getattr(rank, missing.scenario.replace(" ", "_"))
 
     def repeat(before: Callable[[], None]) -> list[Tensor]:

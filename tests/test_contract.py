@@ -42,7 +42,17 @@ ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 DEVICE_BACKENDS = ("cpu", pytest.param("cuda", marks=ON_GPU))
 SHAPES = {"gate": (4, 8), "up": (24,)}
 DTYPES = {"gate": torch.float32, "up": torch.bfloat16}
-PLAN_FIELDS = ("load", "alloc", "experts_to_copy", "cu_seqlens", "zero_fill_ranges", "remote_stats", "dst", "links")
+PLAN_FIELDS = (
+    "load",
+    "alloc",
+    "experts_to_copy",
+    "cu_seqlens",
+    "zero_fill_ranges",
+    "remote_stats",
+    "dst",
+    "tokens",
+    "arrivals",
+)
 
 # What the names of a rank's results begin with.
 PARTS = ("nothing", "plan", "fresh", "reuse", "other", "again", "zero_copy", "zero_copy_reuse", "forms", "unsynced")

@@ -19,7 +19,7 @@ from moonep.memory.barrier import Barrier
 from moonep.memory.host import HostMemory
 from moonep.memory.peers import Peers
 from moonep.memory.regions import Layout, Region
-from moonep.plan import LINK_HEAD, LINK_LAST, LINK_VALUE, Plan, decode_dst
+from moonep.plan import ARRIVAL_ROW, ARRIVAL_SHIFT, Plan, decode_dst
 from moonep.planner import policy, rows
 
 
@@ -46,7 +46,9 @@ class CpuBackend:
     def __init__(self, dims: Dims, dtype: torch.dtype, peers: Peers, timeout_s: float):
         d = self.dims = dims
         self.dtype, self.peers, self.rank = dtype, peers, peers.rank
-        self.layout = Layout([Region("load", (d.E,), torch.int32), *row_regions(d, dtype)])
+        self.layout = Layout(
+            [Region("load", (d.E,), torch.int32), Region("tokens", (1,), torch.int32), *row_regions(d, dtype)]
+        )
         memory = HostMemory()
         pages, data = memory.share([memory.granule, self.layout.nbytes], peers, "Buffer", timeout_s)
         self.barrier = Barrier(pages, peers.rank, timeout_s)
@@ -58,7 +60,8 @@ class CpuBackend:
         for chunk in [*pages, *data]:
             chunk.close()
         self.load_of = [v["load"] for v in views]
-        self.links_of = [v["links"] for v in views]
+        self.tokens_of = [v["tokens"] for v in views]
+        self.arrivals_of = [v["arrivals"] for v in views]
         self.staging_of = [v["staging"] for v in views]
         self.forward = RowRegion("forward", views, self.rank)
         self.gradient = RowRegion("gradient", views, self.rank)
@@ -96,13 +99,15 @@ class CpuBackend:
     ) -> Plan:
         """Plan, and send rows into the forward region of every rank.
 
-        Visible when it returns: all rows, weights and links of this rank. Moves: s x min(R, K) rows at most to others.
+        Visible when it returns: all rows, weights and arrivals of this rank.
+        Moves: s x min(R, K) rows at most to others.
         """
         d = self.dims
         assert counts_E is not None
         self.load_of[self.rank].copy_(counts_E)
+        self.tokens_of[self.rank].fill_(len(topk_sK))
         self.barrier.wait()  # all loads are there; nobody reads the forward region any more
-        load_RE = torch.stack(self.load_of)
+        load_RE, tokens_R = torch.stack(self.load_of), torch.cat(self.tokens_of)
         counts = policy.allocate(load_RE.sum(0).tolist(), d).counts_ER
         alloc_ER = torch.tensor(counts, dtype=torch.int32).view(d.E, d.R)
         groups = rows.lay_groups(alloc_ER, d)
@@ -110,13 +115,10 @@ class CpuBackend:
         dst = rows.assign_rows(topk_sK, first_ER, row_ER, d)
         rank_sK, row_sK, _ = decode_dst(dst, d)
         padding = padding_rows(groups.fill_RG2[self.rank])
-        self.links_of[self.rank][padding] = 0
         self._send(self.forward, hidden_sH, weights_sK, rank_sK, row_sK, padding)
-        self._scatter(self.links_of, rows.link_rows(rank_sK, row_sK, self.rank, d), rank_sK, row_sK)
+        for r, arrivals in enumerate(rows.mirror(rank_sK, row_sK, d)):
+            self.arrivals_of[r][self.rank] = arrivals
         self.barrier.wait()  # all rows are there
-        used = int(groups.ends_RG[self.rank, -1])
-        links = torch.zeros(d.C, dtype=torch.int32)
-        links[:used] = self.links_of[self.rank][:used]
         slots = groups.experts_to_copy_RB
         computed = alloc_ER[:, self.rank] > 0
         redundant = computed.sum() - computed[self.rank * d.L : (self.rank + 1) * d.L].sum()
@@ -131,7 +133,8 @@ class CpuBackend:
             zero_fill_ranges=groups.fill_RG2[self.rank].clone(),
             remote_stats=torch.stack([redundant, ((slots >= 0) & (slots // d.L == self.rank)).sum()]).int(),
             dst=dst,
-            links=links,
+            tokens=tokens_R,
+            arrivals=self.arrivals_of[self.rank].clone(),
         )
 
     def dispatch_with_plan(self, plan: Plan, hidden_sH: Tensor, weights_sK: Tensor | None, sync: bool) -> None:
@@ -149,11 +152,9 @@ class CpuBackend:
         d = self.dims
         if sync:
             self.barrier.wait()  # everybody has read its staging, and gathered the route weights
-        reply, partial = sum_chains(plan.links, hidden_CH)
-        source = reply // (d.S * d.W)
-        for r in range(d.R):
-            mine = source == r
-            self.staging_of[r][reply[mine] % (d.S * d.W)] = partial[mine]
+        for r, arrivals_SK in enumerate(plan.arrivals):
+            token, ordinal, partial = sum_arrivals(arrivals_SK, hidden_CH)
+            self.staging_of[r][token * d.W + ordinal] = partial
         if weights_C is not None and weights_C.data_ptr() != self.gradient.weights.data_ptr():
             self.gradient.weights.copy_(weights_C)
         self.barrier.wait()  # all partial sums and route weights are there
@@ -207,24 +208,20 @@ def padding_rows(fill_G2: Tensor) -> Tensor:
     return first.repeat_interleave(count) + inside
 
 
-def sum_chains(links: Tensor, hidden_CH: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the rows of each chain in k order, in fp32, rounded once.
+def sum_arrivals(arrivals_SK: Tensor, hidden_CH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the rows of each token of one source in k order, in fp32, rounded once.
 
     Returns:
-        reply address of each chain [n] int64; its sum [n, H] in the payload dtype.
+        the tokens that have rows here [n] int64; this rank's ordinal in each [n]; the sums [n, H] in the payload dtype.
     """
-    links = links.long()
-    row = (links & LINK_HEAD).nonzero().flatten()
-    partial = torch.zeros(len(row), hidden_CH.shape[1], device=hidden_CH.device)
-    reply = torch.empty_like(row)
-    chain = torch.arange(len(row), device=row.device)
-    while len(row):
-        partial[chain] += hidden_CH[row].float()
-        link = links[row]
-        last = (link & LINK_LAST) != 0
-        reply[chain[last]] = link[last] & LINK_VALUE
-        chain, row = chain[~last], (link & LINK_VALUE)[~last]
-    return reply, partial.to(hidden_CH.dtype)
+    token = (arrivals_SK >= 0).any(1).nonzero().flatten()
+    arrivals_nK = arrivals_SK[token]
+    partial = torch.zeros(len(token), hidden_CH.shape[1], device=hidden_CH.device)
+    for arrival in arrivals_nK.unbind(1):
+        here = (arrival >= 0).nonzero().flatten()
+        partial[here] += hidden_CH[(arrival[here] & ARRIVAL_ROW).long()].float()
+    ordinal = arrivals_nK.amax(1).long() >> ARRIVAL_SHIFT if len(token) else token
+    return token, ordinal, partial.to(hidden_CH.dtype)
 
 
 def sum_partials(staging_sWH: Tensor, count_s: Tensor) -> Tensor:

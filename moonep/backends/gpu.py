@@ -136,6 +136,7 @@ class GpuBackend:
             Region("signals", (d.R,), torch.int32),
             Region("faults", (d.R, barriers.NUM_FAULTS), torch.int64),
             Region("load", (d.R, d.E), torch.int32),
+            Region("tokens", (d.R,), torch.int32),
         ]
         self.layout = Layout([*regions, *row_regions(d, dtype)])
         self._views = self._map(memory, timeout_s)
@@ -224,22 +225,21 @@ class GpuBackend:
     ) -> Plan:
         """Plan, and send rows into the forward region of every rank. One cross-rank barrier before rows move."""
         d = self.dims
-        load_0, load_stride = self._of("load")
-        own_load, links = self._views[self.rank]["load"], self._views[self.rank]["links"]
+        mine = self._views[self.rank]
         made = rows.PlanTensors.make(d, len(topk_sK), self.device)
         load.count_load(
-            topk_sK, self.tables.counts, load_0, load_stride, counts_E, self.host_status, self.rank, d.R, d.E, d.K
-        )
-        self.barrier.wait()  # all loads are there; nobody reads forward rows and links any more
-        solve.launch_solve(own_load, self.status, self.solution, d)
+            topk_sK, self.tables.counts, *self._of("load"), *self._of("tokens"), counts_E, self.host_status, self.rank,
+            d.R, d.E, d.K,
+        )  # fmt: skip
+        self.barrier.wait()  # all loads are there; nobody reads forward rows and arrivals any more
+        solve.launch_solve(mine["load"], self.status, self.solution, d)
         rows.lay_groups(self.solution, self.status, self.tables, made, self.rank, d)
-        rows.split_sources(own_load, self.status, self.tables, made, self.rank, d)
-        rows.assign_rows(topk_sK, *self._of("links"), self.status, self.tables, made, self.rank, d)
-        self._send(self.forward, hidden_sH, weights_sK, made.dst, made.zero_fill_ranges, links)
-        self.barrier.wait()  # all rows and links are there
-        self._expand(self.forward, links, made.cu_seqlens)
-        own_links = torch.empty(d.C, dtype=torch.int32, device=self.device)
-        dispatch.take_links(links, own_links, made.cu_seqlens, self.status)
+        rows.split_sources(mine["load"], mine["tokens"], self.status, self.tables, made, self.rank, d)
+        rows.assign_rows(topk_sK, *self._of("arrivals"), self.status, self.tables, made, self.rank, d)
+        self._send(self.forward, hidden_sH, weights_sK, made.dst, made.zero_fill_ranges)
+        self.barrier.wait()  # all rows and arrivals are there
+        dispatch.take_arrivals(mine["arrivals"], made.arrivals, made.tokens, self.status)
+        self._expand(self.forward, made.arrivals, made.tokens)
         return Plan(
             dims=d,
             rank=self.rank,
@@ -251,7 +251,8 @@ class GpuBackend:
             zero_fill_ranges=made.zero_fill_ranges,
             remote_stats=made.remote_stats,
             dst=made.dst,
-            links=own_links,
+            tokens=made.tokens,
+            arrivals=made.arrivals,
             status=self.status,
         )
 
@@ -259,9 +260,9 @@ class GpuBackend:
         """Send rows into the gradient region of every rank."""
         if sync:
             self.barrier.wait()  # nobody reads the gradient region any more
-        self._send(self.gradient, hidden_sH, weights_sK, plan.dst, plan.zero_fill_ranges, None)
+        self._send(self.gradient, hidden_sH, weights_sK, plan.dst, plan.zero_fill_ranges)
         self.barrier.wait()  # all rows are there
-        self._expand(self.gradient, plan.links, plan.cu_seqlens)
+        self._expand(self.gradient, plan.arrivals, plan.tokens)
 
     def _send(
         self,
@@ -270,7 +271,6 @@ class GpuBackend:
         weights_sK: Tensor | None,
         dst: Tensor,
         fill: Tensor,
-        links: Tensor | None,
     ) -> None:
         region.touch()
         rows_0, rows_stride = self._of(f"{region.name}_rows")
@@ -280,11 +280,11 @@ class GpuBackend:
         tokens = _aligned(hidden_sH).view(torch.int32)
         dispatch.send_rows(
             tokens, weights_sK, dst, fill, self.status, words, stride, weights_0, weights_stride,
-            links, self.rank, self.dims.K, self.dims.C, self.programs,
+            self.rank, self.dims.K, self.dims.C, self.programs,
         )  # fmt: skip
 
-    def _expand(self, region: RowRegion, links: Tensor, cu_seqlens: Tensor) -> None:
-        dispatch.expand_rows(region.rows.view(torch.int32), links, cu_seqlens, self.status, self.programs)
+    def _expand(self, region: RowRegion, arrivals: Tensor, tokens: Tensor) -> None:
+        dispatch.expand_rows(region.rows.view(torch.int32), arrivals, tokens, self.status, self.programs)
 
     def combine(
         self, plan: Plan, hidden_CH: Tensor, weights_C: Tensor | None, sync: bool
@@ -294,7 +294,7 @@ class GpuBackend:
         if sync:
             self.barrier.wait()  # everybody has read its staging, and gathered the route weights
         combine.push_partials(
-            _aligned(hidden_CH), plan.links, plan.cu_seqlens, self.status, *self._of("staging"), d.S * d.W,
+            _aligned(hidden_CH), plan.arrivals, plan.tokens, self.status, *self._of("staging"), self.rank, d.W,
             self.programs,
         )  # fmt: skip
         if weights_C is not None and weights_C.data_ptr() != self.gradient.weights.data_ptr():

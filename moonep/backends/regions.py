@@ -27,10 +27,10 @@ class RowRegion:
 
 
 def row_regions(dims: Dims, dtype: torch.dtype) -> list[Region]:
-    """The regions that every backend has: links, both row regions, staging."""
+    """The regions that every backend has: arrivals, both row regions, staging."""
     d = dims
     return [
-        Region("links", (d.C,), torch.int32),
+        Region("arrivals", (d.R, d.S, d.K), torch.int32),
         Region("forward_weights", (d.C,), torch.float32),
         Region("gradient_weights", (d.C,), torch.float32),
         Region("forward_rows", (d.C, d.H), dtype),

@@ -282,11 +282,10 @@ def add_plans(record: Record, plans: list[Plan]) -> None:
 def count_rows(plan: Plan) -> tuple[int, int]:
     """Rows that arrived for this rank's experts, and the rows of zeros between them.
 
-    What arrived is counted, not what was planned: the sender of a row writes its link, which is never 0 for K = 2.
+    What arrived is counted, not what was planned: the sender of a row writes its arrival.
     """
-    used = int(plan.cu_seqlens[-1])
-    rows = int((plan.links[:used] != 0).sum())
-    return rows, used - rows
+    rows = int((plan.arrivals >= 0).sum())
+    return rows, int(plan.cu_seqlens[-1]) - rows
 
 
 def held_memory(layers: list[MoE]) -> dict[str, int]:

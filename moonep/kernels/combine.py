@@ -11,40 +11,44 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep.environment import interpreting
-from moonep.kernels.constants import INT32_MIN, LINK_HEAD, LINK_VALUE
+from moonep.kernels.constants import ARRIVAL_ROW, ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
 from moonep.kernels.dispatch import row_block, row_warps
 from moonep.kernels.rounding import round_to
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@triton.jit(do_not_specialize=["num_programs"])
+@triton.jit(do_not_specialize=["rank", "num_programs"])
 def _push_partials_kernel(
-    rows, links, cu_seqlens, status, staging, staging_stride, num_programs,
-    G: tl.constexpr, SW: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr,
+    rows, arrivals, tokens, status, staging, staging_stride, rank, num_programs,
+    R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, W: tl.constexpr, H: tl.constexpr,
+    BH: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """One chain a turn: its sum goes to staging row reply % (S * W) of rank reply // (S * W)."""
+    """One token a turn: the sum of its rows here goes to row token * W + ordinal of its rank's staging."""
     if tl.load(status) != 0:
         return
     o = tl.arange(0, BH)
-    used = tl.load(cu_seqlens + G - 1)
-    head = tl.program_id(0)
-    while head < used:
-        head_link = tl.load(links + head)
-        if (head_link & LINK_HEAD) != 0:
-            for begin in range(0, H, BH):
-                inside = begin + o < H
-                link = head_link
-                total = tl.load(rows + head.to(tl.int64) * H + begin + o, mask=inside, other=0.0).to(tl.float32) + 0.0
-                while link >= 0:
-                    follower = link & LINK_VALUE
-                    row = rows + follower.to(tl.int64) * H + begin
-                    total += tl.load(row + o, mask=inside, other=0.0).to(tl.float32)
-                    link = tl.load(links + follower)
-                reply = link & LINK_VALUE
-                to = (reply // SW).to(tl.int64) * staging_stride + (reply % SW).to(tl.int64) * H
-                tl.store(staging + to + begin + o, round_to(total, DTYPE, INTERPRET), mask=inside)
-        head += num_programs
+    k = tl.arange(0, KP)
+    for i in range(R):
+        source = (rank + 1 + i) % R  # each rank starts with another peer
+        num_tokens = tl.load(tokens + source)
+        token = tl.program_id(0)
+        while token < num_tokens:
+            at = arrivals + (source * S + token).to(tl.int64) * K
+            first = tl.max(tl.load(at + k, mask=k < K, other=NO_ARRIVAL), 0)
+            if first >= 0:
+                reply = (token * W + (first >> ARRIVAL_SHIFT)).to(tl.int64)
+                for begin in range(0, H, BH):
+                    inside = begin + o < H
+                    total = tl.zeros([BH], tl.float32)
+                    for j in range(K):
+                        arrival = tl.load(at + j)
+                        if arrival >= 0:
+                            row = rows + (arrival & ARRIVAL_ROW).to(tl.int64) * H + begin
+                            total += tl.load(row + o, mask=inside, other=0.0).to(tl.float32)
+                    to = staging + source * staging_stride + reply * H + begin
+                    tl.store(to + o, round_to(total, DTYPE, INTERPRET), mask=inside)
+            token += num_programs
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_programs"])
@@ -81,18 +85,19 @@ def _sum_partials_kernel(
 
 
 def push_partials(
-    rows: Tensor, links: Tensor, cu_seqlens: Tensor, status: Tensor, staging: Tensor, staging_stride: int, SW: int,
-    num_programs: int,
+    rows: Tensor, arrivals: Tensor, tokens: Tensor, status: Tensor, staging: Tensor, staging_stride: int, rank: int,
+    W: int, num_programs: int,
 ) -> None:  # fmt: skip
-    """rows [C, H] -> staging [S * W, H] of each chain's rank (tensor of rank 0, stride in elements).
+    """rows [C, H] -> staging [S * W, H] of each token's rank (tensor of rank 0, stride in elements).
 
-    Moves: one row a chain to its token's rank. Visible to it after the next barrier.
+    Moves: one row a token and rank that computes some of it. Visible to the token's rank after the next barrier.
     """
     H = rows.shape[1]
+    R, S, K = arrivals.shape
     _push_partials_kernel[(num_programs,)](
-        rows, links, cu_seqlens, status, staging, staging_stride, num_programs,
-        G=len(cu_seqlens), SW=SW, H=H, BH=row_block(H), DTYPE=TYPES[rows.dtype], INTERPRET=interpreting(),
-        num_warps=row_warps(H),
+        rows, arrivals, tokens, status, staging, staging_stride, rank, num_programs,
+        R=R, S=S, K=K, KP=triton.next_power_of_2(K), W=W, H=H, BH=row_block(H), DTYPE=TYPES[rows.dtype],
+        INTERPRET=interpreting(), num_warps=row_warps(H),
     )  # fmt: skip
 
 

@@ -7,5 +7,6 @@ import triton.language as tl
 from moonep import plan
 
 INT32_MIN = tl.constexpr(plan.INT32_MIN)
-LINK_HEAD = tl.constexpr(plan.LINK_HEAD)
-LINK_VALUE = tl.constexpr(plan.LINK_VALUE)
+NO_ARRIVAL = tl.constexpr(plan.NO_ARRIVAL)
+ARRIVAL_ROW = tl.constexpr(plan.ARRIVAL_ROW)
+ARRIVAL_SHIFT = tl.constexpr(plan.ARRIVAL_SHIFT)

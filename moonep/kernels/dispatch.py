@@ -9,17 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonep.kernels.constants import INT32_MIN, LINK_HEAD, LINK_VALUE
+from moonep.kernels.constants import ARRIVAL_ROW, INT32_MIN, NO_ARRIVAL
 
 WIDTH_PER_PROGRAM = 4096
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_senders", "rank"])
 def _send_rows_kernel(
-    hidden, route_weights, dst, fill, status, rows, rows_stride, weights, weights_stride, links, num_tokens,
-    num_senders, rank,
+    hidden, route_weights, dst, fill, status, rows, rows_stride, weights, weights_stride, num_tokens, num_senders, rank,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    HAS_LINKS: tl.constexpr,
 ):  # fmt: skip
     """Programs [0, num_senders): rows and route weights of tokens, one token a turn. The others: a group's padding.
 
@@ -58,34 +56,37 @@ def _send_rows_kernel(
             for begin in range(0, H, BH):
                 tl.store(own_rows + (first + i).to(tl.int64) * H + begin + o, o * 0, mask=begin + o < H)
             tl.store(own_weights + first + i, 0.0)
-            if HAS_LINKS:
-                tl.store(links + first + i, 0)
             i += 1
 
 
 @triton.jit(do_not_specialize=["num_programs"])
 def _expand_rows_kernel(
-    rows, links, cu_seqlens, status, num_programs, G: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+    rows, arrivals, tokens, status, num_programs, R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    H: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Copy each row that arrived to its duplicates: chains are followed from their heads, one row a turn."""
+    """Copy each row that arrived to its duplicates, one token a turn."""
     if tl.load(status) != 0:
         return
     o = tl.arange(0, BH)
-    used = tl.load(cu_seqlens + G - 1)
-    head = tl.program_id(0)
-    while head < used:
-        link = tl.load(links + head)
-        if (link & LINK_HEAD) != 0:
-            if link >= 0:  # not the only row of its chain
+    k = tl.arange(0, KP)
+    for source in range(R):
+        num_tokens = tl.load(tokens + source)
+        token = tl.program_id(0)
+        while token < num_tokens:
+            at = arrivals + (source * S + token).to(tl.int64) * K
+            here = tl.load(at + k, mask=k < K, other=NO_ARRIVAL)
+            primary = tl.min(tl.where(here >= 0, k, KP), 0)
+            if tl.sum((here >= 0).to(tl.int32), 0) > 1:
+                head = tl.load(at + primary) & ARRIVAL_ROW
                 for begin in range(0, H, BH):
                     inside = begin + o < H
                     row = tl.load(rows + head.to(tl.int64) * H + begin + o, mask=inside)
-                    at = link
-                    while at >= 0:
-                        follower = at & LINK_VALUE
-                        tl.store(rows + follower.to(tl.int64) * H + begin + o, row, mask=inside)
-                        at = tl.load(links + follower)
-        head += num_programs
+                    for j in range(1, K):
+                        arrival = tl.load(at + j)
+                        if (arrival >= 0) & (j > primary):
+                            duplicate = (arrival & ARRIVAL_ROW).to(tl.int64)
+                            tl.store(rows + duplicate * H + begin + o, row, mask=inside)
+            token += num_programs
 
 
 @triton.jit(do_not_specialize=["num_programs"])
@@ -107,26 +108,26 @@ def _copy_used_kernel(
 
 
 @triton.jit
-def _take_links_kernel(source, target, cu_seqlens, status, G: tl.constexpr, C: tl.constexpr, BC: tl.constexpr):
-    """Copy the links of rows below the last offset; the others get 0."""
+def _take_arrivals_kernel(source, target, tokens, status, S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Program (i, r): a block of the arrivals of rank r's tokens; beyond its tokens there are none."""
     if tl.load(status) != 0:
         return
-    at = tl.program_id(0) * BC + tl.arange(0, BC)
-    used = tl.load(cu_seqlens + G - 1)
-    tl.store(target + at, tl.load(source + at, mask=at < used, other=0), mask=at < C)
+    r = tl.program_id(1)
+    o = tl.program_id(0) * BK + tl.arange(0, BK)
+    at = r.to(tl.int64) * S * K + o
+    arrival = tl.load(source + at, mask=o < tl.load(tokens + r) * K, other=NO_ARRIVAL)
+    tl.store(target + at, arrival, mask=o < S * K)
 
 
 def send_rows(
     hidden: Tensor, route_weights: Tensor | None, dst: Tensor, fill: Tensor, status: Tensor, rows: Tensor,
-    rows_stride: int, weights: Tensor, weights_stride: int, links: Tensor | None, rank: int, K: int, C: int,
-    num_programs: int,
+    rows_stride: int, weights: Tensor, weights_stride: int, rank: int, K: int, C: int, num_programs: int,
 ) -> None:  # fmt: skip
     """Write each token's row to each of its ranks and its weights to all its rows; zero this rank's padding.
 
     Args:
         hidden: [s, H] int32 words. route_weights: [s, K] fp32 or None. dst: [s * K]. fill: [G, 2].
         rows: [C, H] int32 words of rank 0; weights: [C] fp32 of rank 0; strides in elements to the next rank's.
-        links: [C] int32 of this rank, whose padding is zeroed too; None: not.
 
     Moves: s x (ranks of a token) rows.
     """
@@ -134,19 +135,20 @@ def send_rows(
     senders = max(min(num_programs, s), 1)
     _send_rows_kernel[(senders + fill.shape[0],)](
         hidden, weights if route_weights is None else route_weights, dst, fill, status, rows, rows_stride,
-        weights, weights_stride, dst if links is None else links, s, senders, rank,
+        weights, weights_stride, s, senders, rank,
         K=K, KP=triton.next_power_of_2(K), C=C, H=H, BH=row_block(H), HAS_WEIGHTS=route_weights is not None,
-        HAS_LINKS=links is not None,
         num_warps=row_warps(H),
     )  # fmt: skip
 
 
-def expand_rows(rows: Tensor, links: Tensor, cu_seqlens: Tensor, status: Tensor, num_programs: int) -> None:
+def expand_rows(rows: Tensor, arrivals: Tensor, tokens: Tensor, status: Tensor, num_programs: int) -> None:
     """Copy arrived rows to their duplicates. rows: [C, H] int32 words of this rank."""
     H = rows.shape[1]
+    R, S, K = arrivals.shape
     _expand_rows_kernel[(num_programs,)](
-        rows, links, cu_seqlens, status, num_programs, G=len(cu_seqlens), H=H, BH=row_block(H), num_warps=row_warps(H)
-    )
+        rows, arrivals, tokens, status, num_programs,
+        R=R, S=S, K=K, KP=triton.next_power_of_2(K), H=H, BH=row_block(H), num_warps=row_warps(H),
+    )  # fmt: skip
 
 
 def copy_used(source: Tensor, target: Tensor, cu_seqlens: Tensor, status: Tensor, num_programs: int) -> None:
@@ -158,10 +160,10 @@ def copy_used(source: Tensor, target: Tensor, cu_seqlens: Tensor, status: Tensor
     )  # fmt: skip
 
 
-def take_links(source: Tensor, target: Tensor, cu_seqlens: Tensor, status: Tensor) -> None:
-    """The plan's own links, from those that arrived. [C] int32."""
-    C = source.shape[0]
-    _take_links_kernel[(triton.cdiv(C, 1024),)](source, target, cu_seqlens, status, G=len(cu_seqlens), C=C, BC=1024)
+def take_arrivals(source: Tensor, target: Tensor, tokens: Tensor, status: Tensor) -> None:
+    """The plan's own arrivals, from what sources wrote. [R, S, K] int32."""
+    R, S, K = source.shape
+    _take_arrivals_kernel[(triton.cdiv(S * K, 1024), R)](source, target, tokens, status, S=S, K=K, BK=1024)
 
 
 def row_block(width: int) -> int:

@@ -34,10 +34,10 @@ def _count_blocks_kernel(
     tl.store(counts + b * EP + tl.arange(0, EP), tl.histogram(ids, EP))
 
 
-@triton.jit(do_not_specialize=["rank", "num_blocks"])
+@triton.jit(do_not_specialize=["rank", "num_blocks", "num_tokens"])
 def _publish_load_kernel(
-    counts, load, load_stride, given, host_status, rank, num_blocks, E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr,
-    ROWS: tl.constexpr, BE: tl.constexpr, CHECK: tl.constexpr,
+    counts, load, load_stride, tokens, tokens_stride, given, host_status, rank, num_blocks, num_tokens,
+    E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Program i: exclusive sums over blocks, in place, for BE experts; totals into load[rank] of every peer."""
     e = tl.program_id(0) * BE + tl.arange(0, BE)
@@ -58,11 +58,13 @@ def _publish_load_kernel(
             tl.store(host_status, 6)
     for r in range(R):
         tl.store(load + r * load_stride + rank * E + e, total, mask=real)
+        if tl.program_id(0) == 0:
+            tl.store(tokens + r * tokens_stride + rank, num_tokens)
 
 
 def count_load(
-    topk: Tensor, counts: Tensor, load: Tensor, load_stride: int, given: Tensor | None, host_status: Tensor, rank: int,
-    R: int, E: int, K: int,
+    topk: Tensor, counts: Tensor, load: Tensor, load_stride: int, tokens: Tensor, tokens_stride: int,
+    given: Tensor | None, host_status: Tensor, rank: int, R: int, E: int, K: int,
 ) -> None:  # fmt: skip
     """Count and publish. Visible to peers after the next barrier.
 
@@ -70,16 +72,18 @@ def count_load(
         topk: [s, K] int32 or int64.
         counts: [blocks, EP] int32 workspace: becomes, for each block, how many assignments of e earlier blocks have.
         load: [R, E] int32 of rank 0; `load_stride` elements to the next rank's.
+        tokens: [R] int32 of rank 0; `tokens_stride` elements to the next rank's.
         given: [E] int32 counts to compare with, or None.
         host_status: [1] int32: BAD_ID or BAD_COUNT is reported here.
     """
-    tokens, EP = block_tokens(K), padded_experts(E)
-    num_blocks = triton.cdiv(topk.shape[0], tokens)
+    TB, EP = block_tokens(K), padded_experts(E)
+    num_blocks = triton.cdiv(topk.shape[0], TB)
     KP = triton.next_power_of_2(K)
     if num_blocks:
-        _count_blocks_kernel[(num_blocks,)](topk, counts, host_status, topk.shape[0], E=E, EP=EP, K=K, KP=KP, TB=tokens)
+        _count_blocks_kernel[(num_blocks,)](topk, counts, host_status, topk.shape[0], E=E, EP=EP, K=K, KP=KP, TB=TB)
     _publish_load_kernel[(triton.cdiv(E, EXPERTS),)](
-        counts, load, load_stride, counts if given is None else given, host_status, rank, num_blocks,
+        counts, load, load_stride, tokens, tokens_stride, counts if given is None else given, host_status, rank,
+        num_blocks, topk.shape[0],
         E=E, EP=EP, R=R, ROWS=ROWS, BE=EXPERTS, CHECK=given is not None,
     )  # fmt: skip
 

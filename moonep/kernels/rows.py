@@ -1,4 +1,4 @@
-"""From the allocation to rows, on the device: slots and groups, piece tables, each assignment's row and link.
+"""From the allocation to rows, on the device: slots and groups, piece tables, each assignment's row and arrival.
 
 The twins of the same names in `moonep.planner.rows` say what the results are.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep.dims import Dims
-from moonep.kernels.constants import INT32_MIN, LINK_HEAD
+from moonep.kernels.constants import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
 from moonep.kernels.load import block_tokens, padded_experts
 from moonep.kernels.solve import Solution, chosen
 
@@ -95,7 +95,7 @@ def _lay_groups_kernel(
 
 @triton.jit(do_not_specialize=["rank"])
 def _split_sources_kernel(
-    load, alloc, base, experts_to_copy, status, plan_load, first, row, remote_stats, rank,
+    load, tokens, alloc, base, experts_to_copy, status, plan_load, plan_tokens, first, row, remote_stats, rank,
     E: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, B: tl.constexpr, RBP: tl.constexpr,
     BE: tl.constexpr,
 ):  # fmt: skip
@@ -124,6 +124,7 @@ def _split_sources_kernel(
     tl.store(first + e[:, None] * R + r[None, :], number, mask=real)
     tl.store(row + e[:, None] * R + r[None, :], at + earlier - number, mask=real)
     if tl.program_id(0) == 0:
+        tl.store(plan_tokens + r, tl.load(tokens + r, mask=r < R), mask=r < R)
         mine = tl.full([], 0, tl.int32)
         if B > 0:
             i = tl.arange(0, RBP)
@@ -137,11 +138,11 @@ def _split_sources_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
 def _assign_rows_kernel(
-    topk, counts, first, row, status, dst, links, link_stride, num_tokens, rank,
+    topk, counts, first, row, status, dst, arrivals, arrivals_stride, num_tokens, rank,
     E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TB: tl.constexpr,
-    C: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Program b: destination rank and row of the assignments of TB tokens; their links go to the destination rank."""
+    """Program b: destination rank and row of the assignments of TB tokens; all ranks get their arrivals."""
     if tl.load(status) != 0:
         return
     b = tl.program_id(0)
@@ -167,22 +168,20 @@ def _assign_rows_kernel(
     equal = (to_TK[:, :, None] == to_TK[:, None, :]) & real_TK[:, :, None]
     before = (j[None, None, :] < j[None, :, None]) & equal
     primary = tl.sum(before.to(tl.int32), 2) == 0
-    after = (j[None, None, :] > j[None, :, None]) & equal
-    follower = tl.min(tl.where(after, j[None, None, :], KP), 2)
-    next_row = tl.sum(tl.where(j[None, None, :] == follower[:, :, None], at_TK[:, None, :], 0), 2)
     counted = (primary & real_TK).to(tl.int32)
     lower = (to_TK[:, None, :] < to_TK[:, :, None]).to(tl.int32)
     ordinal = tl.sum(lower * counted[:, None, :], 2)
 
     token_TK = tl.reshape(token, [TB, KP])
-    reply = (rank * S + token_TK) * W + ordinal
-    link = tl.where(follower < KP, next_row, reply + INT32_MIN) + tl.where(primary, LINK_HEAD, 0)
     place = to_TK * C + at_TK
     out = tl.where(real_TK, tl.where(primary, place, -place - 1), INT32_MIN)
     k_TK = tl.reshape(k, [TB, KP])
     inside_TK = (token_TK < num_tokens) & (k_TK < K)
     tl.store(dst + token_TK.to(tl.int64) * K + k_TK, out, mask=inside_TK)
-    tl.store(links + to_TK.to(tl.int64) * link_stride + at_TK, link, mask=inside_TK & real_TK)
+    arrival = (ordinal << ARRIVAL_SHIFT) + at_TK
+    mine = arrivals + (rank * S + token_TK).to(tl.int64) * K + k_TK
+    for r in range(R):
+        tl.store(mine + r * arrivals_stride, tl.where(to_TK == r, arrival, NO_ARRIVAL), mask=inside_TK)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +223,8 @@ class PlanTensors:
     zero_fill_ranges: Tensor
     remote_stats: Tensor
     dst: Tensor
+    tokens: Tensor
+    arrivals: Tensor
 
     @staticmethod
     def make(dims: Dims, num_tokens: int, device: torch.device) -> PlanTensors:
@@ -233,7 +234,15 @@ class PlanTensors:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
         return PlanTensors(
-            ints(d.R, d.E), ints(d.E, d.R), ints(d.R, d.B), ints(d.G), ints(d.G, 2), ints(2), ints(num_tokens * d.K)
+            ints(d.R, d.E),
+            ints(d.E, d.R),
+            ints(d.R, d.B),
+            ints(d.G),
+            ints(d.G, 2),
+            ints(2),
+            ints(num_tokens * d.K),
+            ints(d.R),
+            ints(d.R, d.S, d.K),
         )
 
 
@@ -248,28 +257,30 @@ def lay_groups(solution: Solution, status: Tensor, tables: Tables, plan: PlanTen
     )  # fmt: skip
 
 
-def split_sources(load: Tensor, status: Tensor, tables: Tables, plan: PlanTensors, rank: int, dims: Dims) -> None:
-    """Piece tables of this rank as source; copies the load into the plan. load: [R, E] of this rank. Grid: E / BE."""
+def split_sources(
+    load: Tensor, tokens: Tensor, status: Tensor, tables: Tables, plan: PlanTensors, rank: int, dims: Dims
+) -> None:
+    """Piece tables of this rank as source; copies load [R, E] and tokens [R] into the plan. Grid: E / BE."""
     d = dims
     RP = triton.next_power_of_2(d.R)
     BE = max(1024 // RP, 16)
     _split_sources_kernel[(triton.cdiv(d.E, BE),)](
-        load, plan.alloc, tables.base, plan.experts_to_copy, status, plan.load, tables.first, tables.row,
-        plan.remote_stats, rank,
+        load, tokens, plan.alloc, tables.base, plan.experts_to_copy, status, plan.load, plan.tokens, tables.first,
+        tables.row, plan.remote_stats, rank,
         E=d.E, R=d.R, RP=RP, L=d.L, B=d.B, RBP=min(triton.next_power_of_2(max(d.R * d.B, 1)), 1024), BE=BE,
     )  # fmt: skip
 
 
 def assign_rows(
-    topk: Tensor, links: Tensor, link_stride: int, status: Tensor, tables: Tables, plan: PlanTensors, rank: int,
+    topk: Tensor, arrivals: Tensor, arrivals_stride: int, status: Tensor, tables: Tables, plan: PlanTensors, rank: int,
     dims: Dims,
 ) -> None:  # fmt: skip
-    """`dst` of each assignment, and its link into `links` of its rank ([C] int32 of rank 0). Grid: blocks of tokens."""
+    """`dst` of each assignment, and its arrival at each rank ([R, S, K] int32 of rank 0). Grid: blocks of tokens."""
     d = dims
     tokens = block_tokens(d.K)
     if topk.shape[0] == 0:
         return
     _assign_rows_kernel[(triton.cdiv(topk.shape[0], tokens),)](
-        topk, tables.counts, tables.first, tables.row, status, plan.dst, links, link_stride, topk.shape[0], rank,
-        E=d.E, EP=padded_experts(d.E), R=d.R, K=d.K, KP=triton.next_power_of_2(d.K), TB=tokens, C=d.C, S=d.S, W=d.W,
+        topk, tables.counts, tables.first, tables.row, status, plan.dst, arrivals, arrivals_stride, topk.shape[0], rank,
+        E=d.E, EP=padded_experts(d.E), R=d.R, K=d.K, KP=triton.next_power_of_2(d.K), TB=tokens, C=d.C, S=d.S,
     )  # fmt: skip

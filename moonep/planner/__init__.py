@@ -1,1 +1,1 @@
-"""The planner: load -> allocation (`policy`) -> slots, groups, rows and links (`rows`)."""
+"""The planner: load -> allocation (`policy`) -> slots, groups, rows and arrivals (`rows`)."""

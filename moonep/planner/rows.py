@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moonep.dims import Dims
-from moonep.plan import INT32_MIN, LINK_HEAD, LINK_LAST, reply_address
+from moonep.plan import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
 
 
 def count_load(topk_sK: Tensor, dims: Dims) -> Tensor:
@@ -117,18 +117,13 @@ def stable_rank(ids: Tensor) -> Tensor:
     return torch.empty_like(ids).scatter_(0, order, torch.arange(len(ids)) - start)
 
 
-def link_rows(rank_sK: Tensor, row_sK: Tensor, source: int, dims: Dims) -> Tensor:
-    """[s, K] int32: the link that goes with each assignment's row (see `moonep.plan.LINK_LAST`)."""
-    d = dims
-    real = rank_sK >= 0
-    same = (rank_sK[:, :, None] == rank_sK[:, None, :]) & real[:, :, None]
-    upper = torch.ones(d.K, d.K, dtype=torch.bool).triu(1)
-    later = same & upper
-    last = ~later.any(2)
-    head = real & ~(same & upper.t()).any(2)
-    follower = row_sK.gather(1, later.long().argmax(2))
-    reply = reply_address(d, source, torch.arange(len(rank_sK))[:, None], ordinals(rank_sK, d))
-    return (torch.where(last, reply - LINK_LAST, follower) + head * LINK_HEAD).int()
+def mirror(rank_sK: Tensor, row_sK: Tensor, dims: Dims) -> Tensor:
+    """[R, S, K] int32: what the tokens of one source add to the `arrivals` of each rank."""
+    here = (ordinals(rank_sK, dims) << ARRIVAL_SHIFT) + row_sK
+    arrivals = torch.full((dims.R, dims.S, dims.K), NO_ARRIVAL, dtype=torch.int32)
+    for r in range(dims.R):
+        arrivals[r, : len(rank_sK)] = torch.where(rank_sK == r, here, NO_ARRIVAL)
+    return arrivals
 
 
 def ordinals(rank_sK: Tensor, dims: Dims) -> Tensor:
