@@ -2,15 +2,21 @@
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
+PYTEST ?=
+SANITIZER ?= compute-sanitizer
+SANITIZER_TOOLS ?= memcheck racecheck
+SANITIZER_LIMIT_S ?= 540
+SANITIZED := CUDA_VISIBLE_DEVICES=0 PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=.:tests
+CASES ?= --ranks 2 one-token odd-sizes
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu lint format
+.PHONY: help venv demo test test-gpu sanitize-gpu lint format
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## create .venv with MoonEP (editable) and the development tools; PYTHON=python3.12 picks another Python
 
@@ -27,8 +33,16 @@ demo: venv  ## train a small MoE on a few CPU ranks and show the balance
 test: venv  ## run the whole test suite on CPU
 	$(BIN)/python -m pytest
 
-test-gpu:  ## run the contract on this machine's GPUs, with the python3 that is here
-	PYTHONPATH=. python3 -m pytest -m gpu
+test-gpu:  ## run the contract on this machine's GPUs, with the Python that is here; PYTEST='-k ...' adds options
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(PYTEST)
+
+sanitize-gpu:  ## run small cases, several ranks on one GPU, under compute-sanitizer
+	$(SANITIZED) timeout -k 10 $(SANITIZER_LIMIT_S) $(PYTHON) tests/sanitize.py $(CASES)  # fills Triton's cache
+	for tool in $(SANITIZER_TOOLS); do \
+		$(SANITIZED) timeout -k 10 $(SANITIZER_LIMIT_S) \
+			$(SANITIZER) --tool $$tool --target-processes all --report-api-errors no --error-exitcode 9 \
+			$(PYTHON) tests/sanitize.py $(CASES) || exit 1; \
+	done
 
 lint: venv  ## check style, format and types
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from moonep.dims import ROW_ALIGNMENT_BYTES, Balance, Dims
 from moonep.errors import PeerError
 from moonep.memory.peers import Peers
 from moonep.plan import Plan
+from moonep.watchdog import watching
 from moonep.weights import (
     SlotReduction,
     add_gradients,
@@ -427,6 +428,31 @@ class Buffer:
             raise self._broken.again()
         self._check_live("check")
         self._backend.synchronize()
+        self._raise_reported()
+
+    @contextmanager
+    def watch(self, interval_s: float = 0.1) -> Iterator[None]:
+        """Inside, log what the device reports as soon as it does: for replays of a graph, which no call here checks.
+
+        A daemon thread reads a word of host memory: it does not touch the device, nor keep the process alive. It logs
+        to `logging.getLogger("moonep")`.
+
+        Args:
+            interval_s: seconds between looks.
+
+        Raises:
+            ValueError, PeerError, PeerTimeout: at the end of the block, what had been reported by then. What comes
+                later, this Buffer's next call raises, as always.
+
+        Example: with buffer.watch(): graph.replay()
+        """
+        self._check_live("watch")
+        with watching(self._backend.barrier.failure, f"rank {self.rank}", interval_s):
+            yield
+        if self.usable:
+            self._raise_reported()
+
+    def _raise_reported(self) -> None:
         try:
             self._backend.barrier.check()
         except PeerError as error:

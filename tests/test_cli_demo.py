@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+
+pytest.importorskip("typer", reason="the command line needs the cli extra")
+
 from typer.testing import CliRunner
 
 from moonep.cli import demo, demo_training
@@ -45,6 +49,7 @@ class Run:
     stdout: str
     stderr: str
     figure: Path
+    losses: Path
     records: Records
 
     @property
@@ -54,7 +59,8 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    figure = tmp_path_factory.mktemp("demo") / "rows.png"
+    directory = tmp_path_factory.mktemp("demo")
+    figure, losses = directory / "rows.png", directory / "losses.json"
     recorded: list[Records] = []
 
     def train_and_keep(*arguments: Any) -> Records:
@@ -64,9 +70,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     train_both = demo.train_both
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "train_both", train_and_keep)
-        result = invoke("--ranks", "2", "--steps", STEPS, "--figure", figure, "--json")
+        result = invoke("--ranks", 2, "--steps", STEPS, "--figure", figure, "--losses", losses, "--json")
     assert result.exit_code == 0, result.output
-    yield Run(result.stdout, result.stderr, figure, recorded[0])
+    yield Run(result.stdout, result.stderr, figure, losses, recorded[0])
 
 
 @pytest.fixture
@@ -161,6 +167,55 @@ def test_losses_that_disagree_fail_the_demo(trained, loss, said):
     assert json.loads(result.stdout.splitlines()[-1])["loss_last"] == (None if math.isnan(loss) else loss)
 
 
+def test_losses_are_written_and_another_run_is_compared_with_them(run, trained):
+    written = json.loads(run.losses.read_text())
+    assert written["ordinary"] == run.records[0][0].loss and written["moonep"] == run.records[1][0].loss
+    trained[1][0].loss = [loss + 1e-5 for loss in trained[1][0].loss]
+    result = invoke("--ranks", 2, "--steps", STEPS, "--against", run.losses, "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["against"] == "float32 on cpu"
+    assert report["against_max_abs_loss_difference"] == pytest.approx(1e-5, rel=0.1)
+    assert "They agree with those of float32 on cpu within 1e-05 in the first steps" in words(result.stderr)
+
+
+def test_losses_that_disagree_with_those_of_another_run_fail_the_demo(run, trained):
+    for records in trained:
+        records[0].loss = [loss + 1e-3 for loss in records[0].loss]
+    result = invoke("--ranks", 2, "--steps", STEPS, "--against", run.losses, "--json")
+    assert result.exit_code == 1
+    assert "The losses and those of float32 on cpu differ by 1.0e-03" in words(result.stderr)
+
+
+def test_losses_of_another_model_or_no_losses_are_refused(run, tmp_path):
+    (tmp_path / "empty.json").write_text("{}")
+    for options, sentence in (
+        (["--ranks", 2, "--seed", 1, "--against", run.losses], "a run with seed 0, expected 1"),
+        (["--against", run.losses], "a run with ranks 2, expected 4"),
+        (["--against", tmp_path / "empty.json"], "expected what --losses writes"),
+        (["--against", tmp_path / "none.json"], "expected what --losses writes"),
+    ):
+        result = invoke(*options)
+        assert result.exit_code != 0 and sentence in words(result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 2), (2, 2), (3, 2), (6, 4), (8, 8), (72, 16)])
+def test_on_cuda_a_rank_takes_a_visible_gpu(monkeypatch, gpus, ranks):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert demo.usual_ranks("cuda") == ranks and demo.usual_ranks("cpu") == 4
+
+
+@pytest.mark.slow
+def test_in_bfloat16_both_trainings_agree_within_its_rounding(tmp_path):
+    figure = tmp_path / "rows.png"
+    result = invoke(
+        "--ranks", 2, "--steps", demo_training.FIRST_STEPS, "--dtype", "bfloat16", "--figure", figure, "--json"
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert 1e-5 < report["max_abs_loss_difference"] <= demo_training.LOSS_BOUND["bfloat16"]
+
+
 def fail_on_rank_1(settings: Settings) -> Record:
     if dist.get_rank() == 1:
         raise RuntimeError("out of luck")
@@ -185,6 +240,9 @@ def test_a_rank_that_fails_ends_the_demo_with_its_error(monkeypatch):
         (["--ranks", 32], "--ranks: given 32, expected 2, 4, 8 or 16"),
         (["--steps", 0], "--steps: given 0, expected 1 or more"),
         (["--seed", -1], "--seed: given -1, expected 0 or more"),
+        (["--device", "tpu"], "--device: given tpu, expected cpu or cuda"),
+        (["--dtype", "float8"], "--dtype: given float8, expected float32 or bfloat16"),
+        (["--losses", "no/such/losses.json"], "--losses: given no/such/losses.json, expected a file in a directory"),
         (["--figure", "rows.txt"], "--figure: given rows.txt, expected a name that ends in .png"),
         (["--figure", "no/such/rows.png"], "expected a file in a directory that exists"),
     ],
@@ -193,6 +251,11 @@ def test_a_bad_option_is_a_sentence(options, sentence):
     result = invoke(*options)
     assert result.exit_code != 0
     assert sentence in words(result.stderr)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_a_sentence():
+    assert "--device: given cuda, expected a machine on which" in words(invoke("--device", "cuda").stderr)
 
 
 def test_help_shows_an_example():

@@ -11,6 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+pytest.importorskip("typer", reason="the command line needs the cli extra")
+
 from typer.testing import CliRunner
 
 import moonep

@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -33,7 +33,7 @@ from moonep.plan import check_plan
 from moonep.planner import policy
 from moonep.testing.asserts import assert_equal, poisoned_allocators
 from moonep.testing.cases import BY_NAME, CASES, Case, popular
-from moonep.testing.ranks import PerRank, RankDied, Ranks
+from moonep.testing.ranks import PerRank, RankDied
 
 BACKENDS = ("cpu",)
 NO_GPU = "no CUDA device: the cuda backend is not run here"
@@ -796,21 +796,6 @@ INTERPRETED = [
     ("odd-sizes", 2),
     ("one-expert-odd", 2),  # fewer slots than redundant experts
 ]
-
-
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[Callable[[int], Ranks]]:
-    """Ranks whose Triton kernels run in the interpreter, on shared memory of the host."""
-    started: dict[int, Ranks] = {}
-
-    def of(R: int) -> Ranks:
-        # Spawned: another test's ranks may have made the fork server import Triton, which reads the variable then.
-        options = {"env": {"TRITON_INTERPRET": "1"}, "start_method": "spawn", "timeout_s": 240.0}
-        return started.setdefault(R, Ranks(R, **options))
-
-    yield of
-    for world in started.values():
-        world.close()
 
 
 @pytest.mark.slow

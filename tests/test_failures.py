@@ -6,10 +6,12 @@ Nothing hangs, and nobody goes on with garbage. Each scenario runs on every rank
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_contract import DEVICE_BACKENDS, use_device
 from torch import Tensor
 
 from moonep import Buffer, ExpertPool, Plan
@@ -661,6 +664,100 @@ def test_an_exception_in_the_middle_is_its_own_and_its_peers_peer_error_at_once(
         assert end.seconds < LONG_S / 2
         assert ends["next"].error == "PeerError"
         assert ends["destroy"].seconds < SLACK_S
+
+
+def say_why(backend: str, refuse: bool) -> dict[str, End]:
+    """The culprit refuses a dispatch, or fails between its barriers; on a GPU peers learn of it when they check."""
+    device = use_device(backend)
+    R = torch.distributed.get_world_size()
+    buffer = Buffer(4, 8, 1, R, R, token_padding=1, backend=backend, timeout_s=LONG_S)
+    x, ids = torch.ones(4, 8, dtype=torch.bfloat16, device=device), torch.zeros(4, 1, dtype=torch.int32, device=device)
+
+    def dispatch() -> None:
+        buffer.dispatch(x, None, ids)
+        buffer.check()
+
+    def wait_once() -> None:
+        if barrier.entered:
+            raise RuntimeError("out of luck")
+        wait()
+
+    dispatch()
+    barrier = buffer._backend.barrier
+    wait = barrier.wait
+    if buffer.rank == CULPRIT and refuse:
+        x = x.float()
+    elif buffer.rank == CULPRIT:
+        barrier.wait = wait_once
+
+    def meet() -> None:
+        buffer.barrier()
+        buffer.check()
+
+    return {"call": end_of(dispatch), "next": end_of(meet), "destroy": end_of(buffer.destroy)}
+
+
+def assert_peers_know_why(results: list[dict[str, End]], refuse: bool) -> None:
+    kind, text = ("ValueError", "hidden_sh: given") if refuse else ("RuntimeError", "out of luck")
+    for r, ends in enumerate(results):
+        end = ends["call"]
+        if r == CULPRIT:
+            assert end.error == kind and text in end.text
+        else:
+            assert (end.error, end.rank, end.operation) == ("PeerError", CULPRIT, "dispatch"), end
+            assert f"{'refused its arguments' if refuse else 'failed'}: {text}" in end.text, end
+        assert ends["next"].error == "PeerError"
+        assert ends["destroy"].error is None and ends["destroy"].seconds < SLACK_S
+
+
+@pytest.mark.parametrize("refuse", [True, False], ids=["refused", "failed"])
+@pytest.mark.parametrize("backend", DEVICE_BACKENDS)
+def test_peers_know_what_the_error_was(ranks, backend, refuse):
+    assert_peers_know_why(ranks(2).run(say_why, backend, refuse), refuse)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refuse", [True, False], ids=["refused", "failed"])
+def test_peers_of_a_gpu_barrier_know_what_the_error_was(interpreters, refuse):
+    assert_peers_know_why(interpreters(2).run(say_why, "interpreter", refuse), refuse)
+
+
+def look_away(backend: str) -> dict[str, Any]:
+    """Give ids out of range, then call nothing for a while; what was logged meanwhile, and what is raised after."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("moonep").addHandler(handler)
+    buffer = Buffer(4, 8, 1, 2, 1, token_padding=1, backend=backend)
+    x, ids = torch.ones(4, 8, dtype=torch.bfloat16), torch.full((4, 1), 7, dtype=torch.int32)
+
+    def replay() -> None:
+        with buffer.watch(interval_s=0.01):
+            try:
+                buffer.dispatch(x, None, ids)
+            finally:
+                time.sleep(0.1)
+
+    end = end_of(replay)
+    names = [thread.name for thread in threading.enumerate()]
+    good = end_of(lambda: buffer.dispatch(x, None, ids * 0))
+    return {"end": end, "good": good, "lines": lines, "names": names}
+
+
+@pytest.mark.slow
+def test_a_watched_buffer_logs_what_the_device_reports_and_raises_it_after(interpreters):
+    (seen,) = interpreters(1).run(look_away, "interpreter")
+    assert seen["end"].error == "ValueError" and seen["end"].text.startswith("topk_experts_sk: given ids out of range")
+    assert seen["lines"] == [f"rank 0: ValueError: {seen['end'].text}"]
+    assert seen["good"].error is None
+    assert "moonep-watchdog" not in seen["names"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_watched_buffer_without_errors_logs_nothing(ranks, backend):
+    (seen,) = ranks(1).run(look_away, backend)
+    assert seen["end"].error == "ValueError"  # of the call itself
+    assert seen["lines"] == [] and seen["good"].error is None
 
 
 class Preempted:

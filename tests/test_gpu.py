@@ -5,19 +5,26 @@ The contract itself runs on the cuda backend in `test_contract`. Ranks share GPU
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import pkgutil
 import random
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from moonep import Buffer, ExpertPool, PeerError, PeerTimeout
-from moonep.kernels import barrier, combine, dispatch, load, rows, solve, weights
+from moonep import Buffer, ExpertPool, PeerError, PeerTimeout, kernels
+from moonep.cli.demo_training import FIRST_STEPS, LOSS_BOUND, Settings, train_moonep, train_ordinary
 from moonep.nn import MoE
 from moonep.testing import dense_moe
 from moonep.testing.asserts import assert_equal
@@ -108,6 +115,20 @@ def test_moe_is_dense_within_bf16_rounding(ranks, R, save):
     for errors in ranks(R).run(compare_with_dense, save):
         assert errors.pop("redundant") > 0
         assert max(errors.values()) < 0.02, errors
+
+
+@pytest.mark.parametrize("dtype", LOSS_BOUND)
+def test_the_demos_model_learns_on_gpus_as_on_the_cpu(ranks, dtype):
+    curves = {
+        (train.__name__, device): ranks(2).run(train, Settings(2, FIRST_STEPS, device=device, dtype=dtype))[0].loss
+        for train in (train_moonep, train_ordinary)
+        for device in ("cpu", "cuda")
+    }
+    want = curves["train_moonep", "cpu"]
+    assert want[-1] < want[0] - 0.5
+    for name, losses in curves.items():
+        worst = max(abs(a - b) for a, b in zip(losses, want, strict=True))
+        assert worst <= LOSS_BOUND[dtype], f"{name}: {worst}"
 
 
 def train_without_syncs() -> bool:
@@ -252,6 +273,50 @@ def test_a_lost_peer_is_a_timeout_and_the_context_lives(ranks):
         assert result["later"] == "PeerError" and result["alive"] == 8
 
 
+def replay_alone() -> dict[str, Any]:
+    """Rank 1 stops to replay: rank 0, which only replays a graph, sees it in its log and at the end of the block."""
+    device, R, rank = use_gpu(), dist.get_world_size(), dist.get_rank()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("moonep").addHandler(handler)
+    buffer = Buffer(64, 256, 2, 4 * R, R, token_padding=8, backend="cuda", timeout_s=2.0)
+    x = torch.ones(64, 256, dtype=torch.bfloat16, device=device)
+    ids = torch.zeros(64, 2, dtype=torch.int32, device=device)
+
+    def run() -> dict[str, Tensor]:
+        _, _, _, plan = buffer.dispatch(x, None, ids)
+        return {"plan": plan.dst}
+
+    run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    dist.barrier()
+    seen: dict[str, Any] = {"error": None}
+    try:
+        with buffer.watch():
+            for _ in range(3 - rank):
+                graph.replay()
+            torch.cuda.synchronize()
+            time.sleep(0.5)
+    except PeerTimeout as error:
+        seen = {"error": str(error), "rank": error.rank}
+    dist.barrier()
+    if rank == 0:  # it waits for nobody, after a failure
+        buffer.destroy()
+    return {**seen, "lines": lines}
+
+
+def test_a_watched_buffer_tells_of_a_lost_peer_while_a_graph_is_replayed(ranks):
+    waiting, gone = ranks(2).run(replay_alone)
+    assert waiting["rank"] == 1 and "dispatch: rank 1: did not arrive within 2 s" in waiting["error"]
+    assert waiting["lines"] == [f"rank 0: PeerTimeout: {waiting['error']}"]
+    assert gone["error"] is None and gone["lines"] == []
+
+
 def give_bad_ids() -> list[str]:
     """Ids out of range count as masked; the next call says so; then all goes on."""
     device, R = use_gpu(), dist.get_world_size()
@@ -317,118 +382,216 @@ def test_offsets_beyond_31_bits_are_right(ranks):
         assert seen["arrived"] and seen["error"] < 0.02, seen
 
 
-class Delays:
-    """Delays on the device before and after random launches, different on each rank."""
+@triton.jit(do_not_specialize=["i"])
+def _spin_kernel(nanoseconds, i):
+    """Spin as long as the i-th number says: read on the device, so that each replay of a graph is delayed otherwise."""
+    limit = tl.load(nanoseconds + i)
+    start = tl.extra.cuda.globaltimer().to(tl.int64)
+    now = start
+    while now - start < limit:
+        now = tl.extra.cuda.globaltimer().to(tl.int64)
 
-    LAUNCHERS = (
-        (load, "count_load"),
-        (solve, "launch_solve"),
-        (rows, "lay_groups"),
-        (rows, "split_sources"),
-        (rows, "assign_rows"),
-        (dispatch, "send_rows"),
-        (dispatch, "expand_rows"),
-        (dispatch, "copy_used"),
-        (dispatch, "take_arrivals"),
-        (combine, "push_partials"),
-        (combine, "sum_partials"),
-        (weights, "fill_slots"),
-        (weights, "add_slots"),
-        (weights, "clear_slots"),
-        (barrier, "barrier"),
-    )
+
+class Delays:
+    """Delays on the device before and after each launch of a kernel, different on each rank.
+
+    They are random when launched; while a graph is captured they are recorded, and `draw` makes the next replay's.
+    """
+
+    MOST_NS, SHARE = 200_000, 0.15
+    CAPACITY = 4096  # launches in a graph
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
-        self.originals = [getattr(module, name) for module, name in self.LAUNCHERS]
+        self.generator = torch.Generator().manual_seed(seed)
+        self.nanoseconds = torch.zeros(self.CAPACITY, dtype=torch.int64, device="cuda")
+        self.recorded = 0
+        _spin_kernel[(1,)](self.nanoseconds, 0)  # compiles
+        modules = [import_module(f"{kernels.__name__}.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)]
+        self.launchers = [
+            (module, name, function)
+            for module in modules
+            for name, function in vars(module).items()
+            if isinstance(function, FunctionType) and function.__annotations__.get("return") == "None"
+        ]
 
     def __enter__(self) -> None:
-        for (module, name), original in zip(self.LAUNCHERS, self.originals, strict=True):
-            setattr(module, name, self.delayed(original))
+        for module, name, function in self.launchers:
+            setattr(module, name, self.delayed(function))
 
     def __exit__(self, *_: object) -> None:
-        for (module, name), original in zip(self.LAUNCHERS, self.originals, strict=True):
-            setattr(module, name, original)
+        for module, name, function in self.launchers:
+            setattr(module, name, function)
 
     def delayed(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def launch_late(*args: Any, **kwargs: Any) -> None:
+        @functools.wraps(launch)
+        def launch_late(*args: Any, **kwargs: Any) -> Any:
             self.nap()
-            launch(*args, **kwargs)
+            result = launch(*args, **kwargs)
             self.nap()
+            return result
 
         return launch_late
 
     def nap(self) -> None:
-        if self.random.random() < 0.15:
-            torch.cuda._sleep(self.random.randrange(400_000))
+        if torch.cuda.is_current_stream_capturing():
+            assert self.recorded < self.CAPACITY
+            _spin_kernel[(1,)](self.nanoseconds, self.recorded)
+            self.recorded += 1
+        elif self.random.random() < self.SHARE:
+            torch.cuda._sleep(self.random.randrange(2 * self.MOST_NS))
+
+    def draw(self) -> None:
+        """Other delays for the next replay, in stream order."""
+        chosen = torch.rand(self.CAPACITY, generator=self.generator) < self.SHARE
+        drawn = torch.randint(self.MOST_NS, (self.CAPACITY,), generator=self.generator) * chosen
+        self.nanoseconds.copy_(drawn.pin_memory(), non_blocking=True)
 
 
-def hurried_operations(iterations: int, sync: bool) -> dict[str, int]:
-    """Every operation follows itself at once, with other data; ranks are delayed at random. -> mismatches by name"""
-    device, R, rank = use_gpu(), dist.get_world_size(), dist.get_rank()
-    d = {"S": 256, "H": 512, "K": 4, "E": 4 * R}
-    buffer = Buffer(**d, num_ep_ranks=R, token_padding=8, backend="cuda", timeout_s=20.0)
-    pool = ExpertPool({"up": (64, 64)}, E=d["E"], dtype=torch.bfloat16, grads=True, backend="cuda", timeout_s=20.0)
-    generator = torch.Generator().manual_seed(rank)
-    topks = [t[rank].to(device) for t in (hot_rank(256, d["E"], 4, R, 1.25, 2, seed) for seed in (1, 2))]
-    xs = [torch.randn(256, 512, generator=generator).bfloat16().to(device) for _ in range(2)]
-    weights_sk = torch.rand(256, 4, generator=generator).to(device)
-    pool.local["up"].copy_(torch.randn(4, 64, 64, generator=generator))
-    buffer.barrier()
-    plans = [buffer.dispatch(x, None, topk)[3] for x, topk in zip(xs, topks, strict=True)]
-    ys = [torch.randn(buffer.dims.C, 512, generator=generator).bfloat16().to(device) for _ in range(2)]
-    row_weights = torch.rand(buffer.dims.C, generator=generator).to(device)
+class Hurried:
+    """Every operation follows itself at once, with other data."""
 
-    def operations() -> Iterator[tuple[str, Tensor]]:
+    def __init__(self) -> None:
+        self.device, R, self.rank = use_gpu(), dist.get_world_size(), dist.get_rank()
+        E = 4 * R
+        self.buffer = Buffer(256, 512, 4, E, R, token_padding=8, backend="cuda", timeout_s=20.0)
+        self.pool = ExpertPool({"up": (64, 64)}, E=E, dtype=torch.bfloat16, grads=True, backend="cuda", timeout_s=20.0)
+        generator = torch.Generator().manual_seed(self.rank)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.device)
+
+        self.topks = [hot_rank(256, E, 4, R, 1.25, 2, seed)[self.rank].to(self.device) for seed in (1, 2)]
+        self.xs = [draw(256, 512).bfloat16() for _ in range(2)]
+        self.weights_sk = draw(256, 4)
+        self.pool.local["up"].copy_(draw(4, 64, 64))
+        self.buffer.barrier()
+        self.plans = [self.buffer.dispatch(x, None, topk)[3] for x, topk in zip(self.xs, self.topks, strict=True)]
+        self.used = [int(plan.cu_seqlens[-1]) for plan in self.plans]
+        self.slots = [(plan.experts_to_copy[self.rank] >= 0).nonzero().flatten() for plan in self.plans]
+        self.ys = [draw(self.buffer.dims.C, 512).bfloat16() for _ in range(2)]
+        self.row_weights = draw(self.buffer.dims.C)
+
+    def results(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.operations()}
+
+    def operations(self) -> Iterator[tuple[str, Tensor]]:
+        buffer, xs, ys, plans, used = self.buffer, self.xs, self.ys, self.plans, self.used
         for i in range(2):
-            hidden, got, _, plan = buffer.dispatch(xs[i], weights_sk, topks[i])
-            used = int(plans[i].cu_seqlens[-1])
-            yield f"fresh {i}", hidden[:used]
-            yield f"fresh weights {i}", got[:used]
+            hidden, got, _, _ = buffer.dispatch(xs[i], self.weights_sk, self.topks[i])
+            yield f"fresh {i}", hidden[: used[i]]
+            yield f"fresh weights {i}", got[: used[i]]
         for i in range(2):
-            hidden = buffer.dispatch(xs[1 - i], plan=plans[0], inter_rank_sync=sync)[0]
-            yield f"reuse {i}", hidden[: int(plans[0].cu_seqlens[-1])]
+            hidden = buffer.dispatch(xs[1 - i], plan=plans[0])[0]
+            yield f"reuse {i}", hidden[: used[0]]
         for i in range(2):
-            output, back, _ = buffer.combine(plans[0], ys[i], row_weights, inter_rank_sync=sync)
+            output, back, _ = buffer.combine(plans[0], ys[i], self.row_weights)
             yield f"combine {i}", output
             yield f"gathered {i}", back
-        hidden, _, _, plan, event = buffer.dispatch(xs[0], None, topks[0], async_finish=True, zero_copy=True)
+        hidden, _, _, plan, event = buffer.dispatch(xs[0], None, self.topks[0], async_finish=True, zero_copy=True)
         event.wait()
         output, _, event = buffer.combine(plan, hidden, async_finish=True, zero_copy=True)
         event.wait()
         yield "async", output
+        yield from self.weights_and_gradients(False)
+        yield from self.async_backward()
+        yield from self.weights_and_gradients(True)
+
+    def async_backward(self) -> Iterator[tuple[str, Tensor]]:
+        """Asynchronous and ordinary operations in turn, each begun before the one before it is waited for."""
+        buffer, xs, ys, plans = self.buffer, self.xs, self.ys, self.plans
         for i in range(2):
-            buffer.prefetch(plans[i], pool)
-            yield f"slots {i}", pool.full["up"][d["E"] :][plans[i].experts_to_copy[rank] >= 0]
+            hidden, _, _, _, arrived = buffer.dispatch(xs[i], plan=plans[1], async_finish=True)
+            fresh = buffer.dispatch(xs[1 - i], None, self.topks[i])[0]
+            output, back, summed = buffer.combine(plans[1], ys[i], self.row_weights, async_finish=True)
+            again = buffer.combine(plans[0], ys[1 - i])[0]
+            arrived.wait()
+            yield f"async reuse {i}", hidden[: self.used[1]]
+            yield f"fresh beside it {i}", fresh[: self.used[i]]
+            summed.wait()
+            yield f"async combine {i}", output
+            yield f"async gathered {i}", back
+            yield f"combine beside it {i}", again
+
+    def weights_and_gradients(self, async_finish: bool) -> Iterator[tuple[str, Tensor]]:
+        buffer, pool, kind = self.buffer, self.pool, "async " * async_finish
+        for i in range(2):
+            filled = buffer.prefetch(self.plans[i], pool, async_finish=async_finish)
             pool.local_grad["up"].fill_(i)
-            pool.compact_grad["up"][4:] = rank + i
-            buffer.reduce(plans[i], pool)
-            yield f"reduced {i}", pool.local_grad["up"]
+            pool.compact_grad["up"][4:] = self.rank + i
+            reduced = buffer.reduce(self.plans[i], pool, async_finish=async_finish)
+            if async_finish:
+                filled.wait()
+                reduced.wait()
+            yield f"{kind}slots {i}", pool.compact["up"][4:].index_select(0, self.slots[i])
+            yield f"{kind}reduced {i}", pool.local_grad["up"]
 
-    def results() -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in operations()}
 
-    want = results()
+def hurried_operations(iterations: int) -> dict[str, int]:
+    """Ranks are delayed at random. -> results that differ from those without delays, by name"""
+    hurried = Hurried()
+    want = hurried.results()
     torch.cuda.synchronize()
     different = dict.fromkeys(want, 0)
     for iteration in range(iterations):
-        with Delays(1000 * iteration + rank):
-            got = results()
+        with Delays(1000 * iteration + hurried.rank):
+            got = hurried.results()
         for name, tensor in got.items():
             different[name] += int(not torch.equal(tensor, want[name]))
-    buffer.check()
+    hurried.buffer.check()
     return different
 
 
-def test_random_delays_on_random_ranks_change_nothing(ranks):
-    for different in ranks(2).run(hurried_operations, 100, True):
-        assert not any(different.values()), different
+def capture(run: Callable[[], dict[str, Tensor]], delays: Delays) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
+    """A graph of `run` with a delay before and after each kernel, and the tensors that hold its results."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with delays, torch.cuda.graph(graph):
+        results = run()
+    assert delays.recorded > 20
+    return graph, results
 
 
-def test_without_entry_barriers_random_delays_are_seen(ranks):
-    different = ranks(2).run(hurried_operations, 100, False)
-    for names in (("reuse 0", "reuse 1"), ("combine 0", "combine 1")):
-        assert any(result[name] for result in different for name in names), (names, different)
+def hurried_replays(iterations: int) -> dict[str, int]:
+    """As `hurried_operations`, with all of them in one graph; replays follow each other at once, data change."""
+    hurried, delays = Hurried(), Delays(dist.get_rank())
+    data = [(hurried.xs, hurried.ys), ([x.neg() for x in hurried.xs], [y.neg() for y in hurried.ys])]
+    data = [tuple([t.clone() for t in tensors] for tensors in pair) for pair in data]
+
+    def give(i: int) -> None:
+        for tensors, given in zip((hurried.xs, hurried.ys), data[i % 2], strict=True):
+            for tensor, values in zip(tensors, given, strict=True):
+                tensor.copy_(values)
+
+    wants = []
+    for i in range(2):
+        give(i)
+        wants.append(hurried.results())
+    graph, results = capture(hurried.results, delays)
+    seen = []
+    for i in range(iterations):
+        give(i)
+        delays.draw()
+        graph.replay()
+        seen.append({name: tensor.clone() for name, tensor in results.items()})
+    hurried.buffer.check()
+    different = dict.fromkeys(results, 0)
+    for i, got in enumerate(seen):
+        for name, tensor in got.items():
+            different[name] += int(not torch.equal(tensor, wants[i % 2][name]))
+    return different
+
+
+@pytest.mark.parametrize("hurry", [hurried_operations, hurried_replays])
+def test_random_delays_on_random_ranks_change_nothing(ranks, hurry):
+    for different in ranks(2).run(hurry, 100):
+        assert len(different) > 20 and not any(different.values()), different
 
 
 def hurried_training(iterations: int, slot_sets: int, save: str) -> int:
@@ -463,6 +626,51 @@ def hurried_training(iterations: int, slot_sets: int, save: str) -> int:
         different += not all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     layers[0].buffer.check()
     return different
+
+
+def hurried_training_replays(iterations: int, save: str) -> int:
+    """Forward and backward in one graph with delays inside; replays follow each other at once. -> mismatches"""
+    device = use_gpu()
+    layer, delays = make_layer(save=save), Delays(dist.get_rank())
+    x, grad = batch(0, device).requires_grad_(), batch(50, device)
+    batches = [batch(seed, device) for seed in (1, 2, 3)]
+
+    def run() -> dict[str, Tensor]:
+        x.grad = layer.router.weight.grad = None
+        for gradient in layer.pool.local_grad.values():
+            gradient.zero_()
+        y = layer(x)
+        y.backward(grad)
+        return {"y": y, "dx": x.grad, "router": layer.router.weight.grad, **layer.pool.local_grad}
+
+    def give(i: int) -> None:
+        with torch.no_grad():
+            x.copy_(batches[i % len(batches)])
+
+    def copies(results: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in results.items()}
+
+    wants = []
+    for i in range(len(batches)):
+        give(i)
+        wants.append(copies(run()))
+    graph, results = capture(run, delays)
+    seen = []
+    for i in range(iterations):
+        give(i)
+        delays.draw()
+        graph.replay()
+        seen.append(copies(results))
+    layer.buffer.check()
+    return sum(
+        any(not torch.equal(got[name], want) for name, want in wants[i % len(batches)].items())
+        for i, got in enumerate(seen)
+    )
+
+
+@pytest.mark.parametrize("save", ["rows", "tokens"])
+def test_random_delays_inside_a_graph_do_not_change_training(ranks, save):
+    assert ranks(2).run(hurried_training_replays, 100, save) == [0, 0]
 
 
 @pytest.mark.parametrize(("slot_sets", "save"), [(1, "rows"), (2, "tokens")])

@@ -30,11 +30,15 @@ _INTERPRETER_SPINS_A_SECOND = 2000
 
 
 class GpuBarrier:
-    """Counts operations, lets ranks wait for each other on the device, and turns status words into exceptions."""
+    """Counts operations, lets ranks wait for each other on the device, and turns status words into exceptions.
 
-    def __init__(self, signals: barriers.Signals, rank: int, size: int, timeout_s: float):
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self.signals = signals
+    A status word has no room for a message: a rank that refuses or fails leaves a note, which its peers read only then.
+    """
+
+    def __init__(self, signals: barriers.Signals, peers: Peers, timeout_s: float):
+        self.rank, self.size, self.timeout_s = peers.rank, peers.size, timeout_s
+        self.signals, self._peers = signals, peers
+        self._subject = f"barrier {peers.exchanges}"  # the same on all ranks, another for each Buffer
         self.operation = OPERATIONS[0]
         self._limit = int(timeout_s * (_INTERPRETER_SPINS_A_SECOND if interpreting() else 1e9))
         self._number = 0
@@ -50,10 +54,12 @@ class GpuBarrier:
     def refuse(self, message: str) -> None:
         """This rank does not take part in the current operation; nothing of it has been written."""
         self._refused = extend_range(self._refused, self._number)
+        self._peers.leave_note(f"{self._subject} refused", message)
         barriers.announce(self.signals, self.rank, self.size, pack_range(self._refused), poison=False)
 
     def poison(self, message: str) -> None:
         """This rank failed in the middle of the current operation and takes part in nothing any more."""
+        self._peers.leave_note(f"{self._subject} failed", message)
         barriers.announce(self.signals, self.rank, self.size, pack_range(self._refused), poison=True)
 
     def wait(self) -> None:
@@ -73,13 +79,21 @@ class GpuBarrier:
             ValueError: expert ids or counts of an earlier dispatch were wrong; those ids counted as masked.
             PeerError, PeerTimeout: a barrier failed.
         """
+        error = self.failure()
+        if error is None:
+            return
+        if isinstance(error, ValueError):
+            self.signals.host_status.zero_()
+        raise error
+
+    def failure(self) -> ValueError | PeerError | None:
+        """What the device has reported, read from host memory."""
         status = int(self.signals.host_status[0])
         if status == 0:
-            return
+            return None
         kind, peer, mine, theirs = barriers.decode(status)
         if kind in (barriers.BAD_ID, barriers.BAD_COUNT):
-            self.signals.host_status.zero_()
-            raise ValueError(
+            return ValueError(
                 "topk_experts_sk: given ids out of range in an earlier dispatch (they counted as masked), "
                 "expected -1 (no assignment) or an expert id"
                 if kind == barriers.BAD_ID
@@ -88,13 +102,14 @@ class GpuBarrier:
             )
         operation = OPERATIONS[mine]
         if kind == barriers.TIMEOUT:
-            raise PeerTimeout(peer, operation, f"did not arrive within {self.timeout_s:g} s; rank {self.rank} waited")
-        text = {
-            barriers.REFUSED: "refused its arguments",
-            barriers.FAILED: "failed",
-            barriers.OTHER_OPERATION: f"called {OPERATIONS[theirs]} instead" if theirs < len(OPERATIONS) else "",
-        }[kind]
-        raise PeerError(peer, operation, text)
+            return PeerTimeout(peer, operation, f"did not arrive within {self.timeout_s:g} s; rank {self.rank} waited")
+        if kind == barriers.OTHER_OPERATION:
+            called = OPERATIONS[theirs] if theirs < len(OPERATIONS) else "something else"
+            return PeerError(peer, operation, f"called {called} instead")
+        refused = kind == barriers.REFUSED
+        note = self._peers.read_note(f"{self._subject} {'refused' if refused else 'failed'}", peer)
+        text = "refused its arguments" if refused else "failed"
+        return PeerError(peer, operation, f"{text}: {note}" if note else text)
 
 
 class GpuBackend:
@@ -133,7 +148,7 @@ class GpuBackend:
         epoch, status, host_status = barriers.new_words(self.device)
         self.status, self.host_status = status, host_status
         signals = barriers.Signals(*self.of_all("signals"), *self.of_all("faults"), epoch, status, host_status)
-        self.barrier = GpuBarrier(signals, self.rank, d.R, timeout_s)
+        self.barrier = GpuBarrier(signals, peers, timeout_s)
         self.tables = rows.Tables.make(d, self.device)
         self.solution = solve.Solution.empty(d, self.device)
         self.stream: torch.cuda.Stream | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from json import dumps, loads
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -16,42 +18,61 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moonep.cli import demo_training
-from moonep.cli.demo_training import Record, Settings, StepDone
+from moonep.cli.demo_training import FIRST_STEPS, LOSS_BOUND, Record, Settings, StepDone
 from moonep.cli.output import JsonFlag, emit, open_console
 from moonep.testing.ranks import RankFailure, Ranks
 
 EXPERTS = Settings.experts
-FIRST_STEPS = 10
-# The two sum in different orders, so their losses differ by rounding. Training amplifies that, hence the first steps.
-LOSS_BOUND = 1e-4
+RANKS = (16, 8, 4, 2)
+DEVICES = {"cpu": "float32", "cuda": "bfloat16"}  # and the dtype that is usual there
 FIGURE_FORMATS = (".png", ".pdf", ".svg")
 # An optimizer's first step imports it, which takes seconds in every rank.
 PRELOAD = ("torch._dynamo",)
 
 
 def demo(
-    ranks: Annotated[int, typer.Option(help="Processes on this machine, each with one thread: 2, 4, 8 or 16.")] = 4,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Processes on this machine: 2, 4, 8 or 16.", show_default="4; on cuda one a visible GPU"),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Training steps of each of the two trainings.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the initial weights and the batches.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda; on cuda ranks share GPUs when there are fewer.")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of rows and expert weights: float32 or bfloat16.", show_default="float32; on cuda bfloat16"),
+    ] = None,
     figure: Annotated[Path, typer.Option(help="Where to draw rows per rank over steps.")] = Path("moonep-demo.png"),
+    losses: Annotated[Path | None, typer.Option(help="Where to write both loss curves as JSON.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Loss curves of another run, say on another device, to compare with.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Train a small MoE language model on CPU, with ordinary expert parallelism and with MoonEP, and compare them.
+    """Train a small MoE language model, with ordinary expert parallelism and with MoonEP, and compare them.
 
     Both start from the same weights and see the same English text. It takes about a minute on two cores.
 
     Example: moonep demo --ranks 4 --steps 100 --figure rows.png
+
+    On GPUs, compared with the CPU: moonep demo --ranks 4 --dtype bfloat16 --losses cpu.json, then
+    moonep demo --ranks 4 --device cuda --against cpu.json
     """
-    check_options(ranks, steps, seed, figure)
+    if device not in DEVICES:
+        raise typer.BadParameter(f"--device: given {device}, expected {' or '.join(DEVICES)}")
+    settings = Settings(ranks or usual_ranks(device), steps, seed, device=device, dtype=dtype or DEVICES[device])
+    check_options(settings, figure, losses)
+    other = None if against is None else read_losses(settings, against)
     console = open_console(json)
-    settings = Settings(ranks, steps, seed)
     try:
         ordinary, moonep = train_both(settings, console)
     except RankFailure as failure:
         errors = Console(stderr=True, highlight=False)
         errors.print(f"The demo failed: {failure}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    report = compare(settings, ordinary, moonep)
+    report = compare(settings, ordinary, moonep, other)
+    if losses is not None:
+        losses.write_text(dumps({"settings": asdict(settings), **curves(ordinary, moonep)}) + "\n")
     report["figure"] = draw(settings, ordinary, moonep, figure, console)
     render(report, console)
     emit(console, json, report)
@@ -59,18 +80,50 @@ def demo(
         raise typer.Exit(1)
 
 
-def check_options(ranks: int, steps: int, seed: int, figure: Path) -> None:
+def usual_ranks(device: str) -> int:
+    """Four, or as many as there are GPUs; two that share the only one."""
+    return 4 if device == "cpu" else next((r for r in RANKS if r <= torch.cuda.device_count()), 2)
+
+
+def check_options(settings: Settings, figure: Path, losses: Path | None) -> None:
     """Raise a BadParameter that says in a sentence what is wrong."""
-    if ranks < 2 or EXPERTS % ranks:
-        raise typer.BadParameter(f"--ranks: given {ranks}, expected 2, 4, 8 or 16: they share {EXPERTS} experts")
-    if steps < 1:
-        raise typer.BadParameter(f"--steps: given {steps}, expected 1 or more")
-    if seed < 0:
-        raise typer.BadParameter(f"--seed: given {seed}, expected 0 or more")
+    s = settings
+    if s.ranks not in RANKS:
+        raise typer.BadParameter(f"--ranks: given {s.ranks}, expected 2, 4, 8 or 16: they share {EXPERTS} experts")
+    if s.steps < 1:
+        raise typer.BadParameter(f"--steps: given {s.steps}, expected 1 or more")
+    if s.seed < 0:
+        raise typer.BadParameter(f"--seed: given {s.seed}, expected 0 or more")
+    if s.device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device: given cuda, expected a machine on which torch.cuda.is_available()")
+    if s.dtype not in LOSS_BOUND:
+        raise typer.BadParameter(f"--dtype: given {s.dtype}, expected {' or '.join(LOSS_BOUND)}")
     if figure.suffix not in FIGURE_FORMATS:
         raise typer.BadParameter(f"--figure: given {figure}, expected a name that ends in {', '.join(FIGURE_FORMATS)}")
-    if not figure.absolute().parent.is_dir():
-        raise typer.BadParameter(f"--figure: given {figure}, expected a file in a directory that exists")
+    for option, path in (("--figure", figure), ("--losses", losses)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{option}: given {path}, expected a file in a directory that exists")
+
+
+def curves(ordinary: list[Record], moonep: list[Record]) -> dict[str, list[float]]:
+    """The loss of each step of both trainings."""
+    return {"ordinary": ordinary[0].loss, "moonep": moonep[0].loss}
+
+
+def read_losses(settings: Settings, path: Path) -> dict[str, Any]:
+    """What a run with `--losses` wrote; of the same model, batches and number of ranks."""
+    try:
+        written = loads(path.read_text())
+        theirs = Settings(**written["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise typer.BadParameter(f"--against: given {path}, expected what --losses writes: {error}") from None
+    may_differ = ("steps", "device", "dtype")
+    for key, value in asdict(settings).items():
+        if key not in may_differ and getattr(theirs, key) != value:
+            raise typer.BadParameter(
+                f"--against: given losses of a run with {key} {getattr(theirs, key)}, expected {value} as in this one"
+            )
+    return written
 
 
 def train_both(settings: Settings, console: Console) -> tuple[list[Record], list[Record]]:
@@ -114,13 +167,21 @@ def _follow(progress: Progress, name: str, steps: int) -> Callable[[int, StepDon
     return show
 
 
-def compare(settings: Settings, ordinary: list[Record], moonep: list[Record]) -> dict[str, Any]:
-    """What the two trainings show, as plain values that JSON can carry. Numbers that are not finite are None."""
+def compare(
+    settings: Settings, ordinary: list[Record], moonep: list[Record], other: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What the two trainings show, as plain values that JSON can carry. Numbers that are not finite are None.
+
+    Args:
+        other: loss curves of another run, see `read_losses`.
+    """
     theirs, ours = [r.rows for r in ordinary], [r.rows for r in moonep]
-    differences = [abs(a - b) for a, b in zip(ordinary[0].loss, moonep[0].loss, strict=True)]
+    differences = _differences(ordinary[0].loss, moonep[0].loss)
     pairs = zip(ordinary, moonep, strict=True)
     seconds = max(r.seconds for r in ordinary), max(r.seconds for r in moonep)
     report: dict[str, Any] = {
+        "device": settings.device,
+        "dtype": settings.dtype,
         "ranks": settings.ranks,
         "steps": settings.steps,
         "layers": settings.layers,
@@ -145,6 +206,16 @@ def compare(settings: Settings, ordinary: list[Record], moonep: list[Record]) ->
         "seconds_moonep": seconds[1],
         "memory": moonep[0].memory,
     }
+    if other is not None:
+        mine = curves(ordinary, moonep)
+        against = [_differences(mine[name], other[name]) for name in mine]
+        theirs = other["settings"]["dtype"]
+        report |= {
+            "against": f"{theirs} on {other['settings']['device']}",
+            "against_loss_bound": max(LOSS_BOUND[settings.dtype], LOSS_BOUND[theirs]),
+            "against_max_abs_loss_difference": _worst([d for ds in against for d in ds]),
+            "against_max_abs_loss_difference_first_steps": _worst([d for ds in against for d in ds[:FIRST_STEPS]]),
+        }
     report["problems"] = find_problems(report)
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in report.items()
@@ -158,12 +229,17 @@ def find_problems(report: dict[str, Any]) -> list[str]:
     if set(rows) != {report["rows_per_rank_expected"]}:
         expected = report["rows_per_rank_expected"]
         problems.append(f"With MoonEP a rank computed {rows[0]} to {rows[1]} rows, expected exactly {expected}.")
-    difference = report["max_abs_loss_difference_first_steps"]
-    if not difference <= LOSS_BOUND:
-        problems.append(
-            f"The losses of the two trainings differ by {difference:.1e} within the first {FIRST_STEPS} steps, "
-            f"expected at most {LOSS_BOUND:.0e}."
-        )
+    bound = LOSS_BOUND[report["dtype"]]
+    claims = [("of the two trainings", report["max_abs_loss_difference_first_steps"], bound)]
+    if "against" in report:
+        difference = report["against_max_abs_loss_difference_first_steps"]
+        claims.append((f"and those of {report['against']}", difference, report["against_loss_bound"]))
+    for whose, difference, bound in claims:
+        if not difference <= bound:
+            problems.append(
+                f"The losses {whose} differ by {difference:.1e} within the first {FIRST_STEPS} steps, "
+                f"expected at most {bound:.0e}."
+            )
     return problems
 
 
@@ -171,6 +247,11 @@ def _numbers(nested: Iterable[list[list[Any]]]) -> list[Any]:
     """The numbers of all ranks, steps and layers."""
     steps = itertools.chain.from_iterable(nested)
     return list(itertools.chain.from_iterable(steps))
+
+
+def _differences(a: list[float], b: list[float]) -> list[float]:
+    """Of the steps that both have."""
+    return [abs(x - y) for x, y in zip(a, b, strict=False)]
 
 
 def _worst(differences: list[float]) -> float:
@@ -181,7 +262,8 @@ def _worst(differences: list[float]) -> float:
 def render(report: dict[str, Any], console: Console) -> None:
     """Write `report` for people."""
     r = report
-    table = Table(title=f"{r['ranks']} ranks, {r['steps']} steps, {r['layers']} MoE layers", title_justify="left")
+    title = f"{r['ranks']} ranks, {r['steps']} steps, {r['layers']} MoE layers, {r['dtype']} on {r['device']}"
+    table = Table(title=title, title_justify="left")
     table.add_column()
     table.add_column("ordinary EP", justify="right")
     table.add_column("MoonEP", justify="right")
@@ -221,8 +303,15 @@ def _render_claims(report: dict[str, Any], console: Console) -> None:
         f"The first step's routing in the first layer is {'' if r['first_routing_equal'] else 'NOT '}bit-equal.",
         f"A rank holds {extra:.1f} MiB for rows and redundant experts, which all layers share, and {own:.1f} MiB of "
         "expert weights and gradients of its own.",
-        "Ranks share cores here, so an idle rank lends its time to a hot one: on GPUs of their own all wait for it.",
+        "Ranks share cores here, so an idle rank lends its time to a hot one: on GPUs of their own all wait for it."
+        if r["device"] == "cpu"
+        else "The rows of ordinary EP travel through the host here: the seconds do not compare the two.",
     ]
+    if "against" in r:
+        sentences.append(
+            f"They agree with those of {r['against']} within {r['against_max_abs_loss_difference_first_steps']:.0e} in "
+            f"the first steps, and within {r['against_max_abs_loss_difference']:.0e} in all."
+        )
     for sentence in sentences:
         console.print(sentence, markup=False, soft_wrap=True)
     if r["figure"]:

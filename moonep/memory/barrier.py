@@ -104,6 +104,9 @@ class Barrier:
     def check(self) -> None:
         """Nothing goes wrong behind the host's back on the CPU."""
 
+    def failure(self) -> None:
+        """As `check`: nothing."""
+
     def _arrived(self, r: int, epoch: int) -> bool:
         page = self._pages[r]
         # The epoch is read first: a peer publishes a refusal before any later epoch.

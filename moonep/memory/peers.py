@@ -14,7 +14,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,8 @@ import torch.distributed as dist
 from moonep.errors import PeerError, PeerTimeout
 
 _MAX_DESCRIPTORS_PER_MESSAGE = 250
+_MAX_NOTE = 1024
+_NOTE_S = 0.5
 
 
 class Peers:
@@ -136,6 +138,27 @@ class Peers:
                 given = ", ".join(f"rank {r}: {v.get(key)!r}" for r, v in enumerate(values))
                 raise ValueError(f"{key}: given {given}, expected the same on every rank")
         return values
+
+    def leave_note(self, subject: str, text: str) -> None:
+        """Write down for the others why this rank failed; a later note of this rank replaces it. Never raises."""
+        if self.size > 1:
+            with suppress(RuntimeError, ValueError):  # the store or the group may be gone
+                store, key = dist.distributed_c10d._get_default_store(), self._note_key(subject, self.rank)
+                store.set(key, text[:_MAX_NOTE])
+                store.wait([key], timedelta(seconds=_NOTE_S))  # answered after `set` has been done
+
+    def read_note(self, subject: str, rank: int) -> str:
+        """What a rank has written down, which it may be about to do; "" if it does not. Never raises."""
+        note = b""
+        if self.size > 1:
+            with suppress(RuntimeError, ValueError):
+                store, key = dist.distributed_c10d._get_default_store(), self._note_key(subject, rank)
+                store.wait([key], timedelta(seconds=_NOTE_S))
+                note = store.get(key)
+        return note.decode(errors="replace")
+
+    def _note_key(self, subject: str, rank: int) -> str:
+        return f"moonep/{self.name}/{subject}/{rank}"
 
     def exchange_descriptors(self, descriptors: list[int], operation: str, timeout_s: float) -> list[list[int]]:
         """Every rank's file descriptors, valid here, in rank order. The caller closes them; its own are duplicates.

@@ -112,7 +112,8 @@ class OneProcessMemory(HostMemory):
 
 def fake_backend(dims: Dims, dtype: torch.dtype, rank: int = 0, num_sms: int = 132) -> GpuBackend:
     """A GPU backend of one rank whose peers do not exist, on memory of the host."""
-    peers: Any = SimpleNamespace(rank=rank, size=dims.R, all_gather=lambda *_, **__: [b""] * dims.R)
+    nothing = {"all_gather": lambda *_, **__: [b""] * dims.R, "leave_note": lambda *_: None}
+    peers: Any = SimpleNamespace(rank=rank, size=dims.R, exchanges=0, **nothing)
     return GpuBackend(dims, dtype, peers, 60.0, OneProcessMemory(), num_sms, None, 0)
 
 

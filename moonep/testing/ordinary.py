@@ -25,7 +25,9 @@ class OrdinaryMoE(nn.Module):
     Args:
         hidden, ffn: H and F. Experts are SwiGLU: down(silu(x gate) * (x up)).
         num_experts, top_k: E and K.
-        group: process group; None: all ranks, or this process alone.
+        group: process group; None: all ranks, or this process alone. Where it cannot exchange the rows of a GPU (Gloo),
+            they travel through the host.
+        dtype: of rows and compute weights; None: that of the input. Parameters are fp32.
         router: "softmax" or "sigmoid" scores.
         normalize_topk, route_scale: see `Router`.
         seed: of the initial weights: those of `MoE` with the same seed, for any number of ranks.
@@ -46,6 +48,7 @@ class OrdinaryMoE(nn.Module):
         top_k: int,
         group: dist.ProcessGroup | None = None,
         *,
+        dtype: torch.dtype | None = None,
         router: str = "softmax",
         normalize_topk: bool = True,
         route_scale: float = 1.0,
@@ -53,7 +56,7 @@ class OrdinaryMoE(nn.Module):
     ):
         super().__init__()
         alone = group is None and not dist.is_initialized()
-        self.group = group
+        self.group, self.dtype = group, dtype
         self.R, self.rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
         if num_experts % self.R:
             raise ValueError(
@@ -89,7 +92,8 @@ class OrdinaryMoE(nn.Module):
         counts_RL = self._exchange(counts_E, [self.L] * self.R, [self.L] * self.R).view(self.R, self.L)
         sent, received = counts_E.view(self.R, self.L).sum(1).tolist(), counts_RL.sum(1).tolist()
 
-        rows = self._exchange(tokens[order // ids.shape[1]], sent, received)
+        payload = tokens if self.dtype is None else tokens.to(self.dtype)
+        rows = self._exchange(payload[order // ids.shape[1]], sent, received)
         row_weights = self._exchange(weights.flatten()[order], sent, received)
         rows = self._experts(rows, row_weights, counts_RL)
         rows = self._exchange(rows, received, sent)
@@ -98,7 +102,11 @@ class OrdinaryMoE(nn.Module):
         return by_assignment.float().sum(1).to(x.dtype).view(x.shape)
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        return rows if self.R == 1 else _AllToAll.apply(rows, sent, received, self.group)
+        if self.R == 1:
+            return rows
+        through_host = rows.is_cuda and dist.get_backend(self.group) == "gloo"
+        arrived = _AllToAll.apply(rows.cpu() if through_host else rows, sent, received, self.group)
+        return arrived.to(rows.device)
 
     def _experts(self, rows: Tensor, row_weights: Tensor, counts_RL: Tensor) -> Tensor:
         """Rows [n, H] ordered by (source rank, expert), as they arrive -> the experts' output in the same order."""

@@ -1,0 +1,64 @@
+"""`--case-table` tells which cases passed in which setting, and adds to what earlier runs wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFTEST = """
+from pathlib import Path
+from case_table import CaseTable
+
+def pytest_configure(config):
+    config.pluginmanager.register(CaseTable(Path("cases.jsonl")))
+"""
+TESTS = """
+import pytest
+
+@pytest.fixture(params=[("cpu", "odd-sizes", 2), ("cpu", "one-token", 2), ("cpu", "one-token", 3)])
+def ran(request):
+    if request.param[2] == 3:
+        raise RuntimeError("a rank failed")
+    return request.param
+
+def test_rows(ran):
+    pass
+
+def test_plans(ran):
+    assert ran[1] != "odd-sizes"
+
+def test_nothing():
+    pass
+"""
+TABLE = """\
+| case | cpu, R = 2 | cpu, R = 3 |
+| --- | --- | --- |
+| one-token | 2 passed | FAILED: test_rows, test_plans |
+| odd-sizes | FAILED: test_plans |  |
+"""
+
+
+def run_pytest(directory: Path, *options: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-m", "pytest", "-q", *options]
+    subprocess.run(command, cwd=directory, env=environment, capture_output=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_outcomes_of_several_runs_are_one_table(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    run_pytest(tmp_path, "-k", "ran0")
+    run_pytest(tmp_path, "-k", "ran1 or ran2")
+    assert (tmp_path / "cases.md").read_text() == TABLE
+    lines = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
+    assert [(line["case"], line["passed"], line["failed"]) for line in lines] == [
+        ("one-token", 2, []),
+        ("one-token", 0, ["test_rows", "test_plans"]),
+        ("odd-sizes", 1, ["test_plans"]),
+    ]
