@@ -94,11 +94,8 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        buffer, plan = ctx.buffer, ctx.plan
-        grad_hidden, grad_route_weights, _ = buffer.combine(plan, grad_rows.contiguous(), grad_weights.contiguous())
-        if ctx.pool is not None and ctx.pool.grads:
-            buffer.reduce(plan, ctx.pool, slot_set=ctx.slot_set)
-        return None, None, None, None, grad_hidden, grad_route_weights, None, None
+        grads = differentiate_dispatch(ctx.buffer, ctx.plan, ctx.pool, ctx.slot_set, grad_rows, grad_weights)
+        return None, None, None, None, *grads, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -109,9 +106,24 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        buffer, plan = ctx.buffer, ctx.plan
-        if ctx.pool is not None:
-            # Before the dispatch, not after it: then slots that no other layer has used since are not copied again.
-            buffer.prefetch(plan, ctx.pool, slot_set=ctx.slot_set)
-        grad_rows = buffer.dispatch(grad_output.contiguous(), plan=plan)[0]
-        return None, None, None, None, grad_rows
+        return None, None, None, None, differentiate_combine(ctx.buffer, ctx.plan, ctx.pool, ctx.slot_set, grad_output)
+
+
+def differentiate_dispatch(
+    buffer: Buffer, plan: Plan, pool: ExpertPool | None, slot_set: int, grad_rows: Tensor, grad_weights: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The backward of `dispatch`: gradients of tokens and route weights; slot gradients go home."""
+    grads = buffer.combine(plan, grad_rows.contiguous(), grad_weights.contiguous())[:2]
+    if pool is not None and pool.grads:
+        buffer.reduce(plan, pool, slot_set=slot_set)
+    return grads
+
+
+def differentiate_combine(
+    buffer: Buffer, plan: Plan, pool: ExpertPool | None, slot_set: int, grad_output: Tensor
+) -> Tensor:
+    """The backward of `combine`: weights come back into the slots, and gradients to the rows."""
+    if pool is not None:
+        # Before the dispatch, not after it: then slots that no other layer has used since are not copied again.
+        buffer.prefetch(plan, pool, slot_set=slot_set)
+    return buffer.dispatch(grad_output.contiguous(), plan=plan)[0]
