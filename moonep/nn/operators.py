@@ -14,9 +14,8 @@ up among those that live; nothing here keeps one alive.
 are saved for backward like any tensor, so any number of forwards may precede their backwards, or have none.
 
 **Order.** Ranks must call collectives in the same order, and must not leave one out because nobody uses its result
-(weight gradients are added to the pool's rows). So each operator claims to write to an order tensor: a compiler then
-keeps them all, in the order in which they were called. Backward has another one than forward, since a tensor that
-backward needs must not be written by later forwards.
+(weight gradients are added to the pool's rows). In forward each call takes the key of the call before it, so that a
+compiler sees a chain. In backward there is nothing to chain: the operator is registered as one with effects.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from moonep.arguments import describe
 from moonep.nn.experts import compute_rows, differentiate_rows
@@ -42,9 +41,6 @@ SAVE = (ROWS, TOKENS)
 
 NUM_SAVED = 4  # rows, their route weights, and their products with gate and up
 NUM_PLAN_TENSORS = 8
-
-# Nobody writes to them: see "Order".
-ORDER, BACKWARD_ORDER = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
 
 _numbers = itertools.count(1)
 _living: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()
@@ -64,29 +60,30 @@ def _find(number: Tensor) -> RoutedExperts:
     return routed
 
 
+class Order:
+    """The order of calls in this process: `last` is the key of the last call's plan."""
+
+    def __init__(self) -> None:
+        self.last = torch.tensor(0, device="cpu")
+
+
+ORDER = Order()
+
 _tags = [torch.Tag.pt2_compliant_tag]
 if hasattr(torch.Tag, "cudagraph_unsafe"):
     _tags.append(torch.Tag.cudagraph_unsafe)  # a replay would not run what happens on the host
 
-_library = torch.library.Library("moonep", "DEF")
-_library.define(
-    "routed_experts(Tensor(a!) order, Tensor backward_order, Tensor number, Tensor hidden, Tensor route_weights, "
-    "Tensor topk_experts, Tensor? anchor, int slot_set, str save, int[] sizes) -> "
-    f"({', '.join(['Tensor'] * (1 + NUM_SAVED + NUM_PLAN_TENSORS + 1))})",
+
+@torch.library.custom_op(
+    "moonep::routed_experts",
+    mutates_args=(),
+    schema="(Tensor after, Tensor number, Tensor hidden, Tensor route_weights, Tensor topk_experts, Tensor? anchor, "
+    f"int slot_set, str save, int[] sizes) -> ({', '.join(['Tensor'] * (1 + NUM_SAVED + NUM_PLAN_TENSORS + 1))})",
     tags=_tags,
 )
-_library.define(
-    "routed_experts_backward(Tensor(a!) order, Tensor number, Tensor grad_output, Tensor[] saved, Tensor[] plan, "
-    "Tensor key, int slot_set, str save, int top_k) -> (Tensor, Tensor)",
-    tags=_tags,
-)
-_library.define("refuse(Tensor(a!) order, Tensor number, str name, Tensor given, str expected) -> Tensor", tags=_tags)
-
-
 @torch.no_grad()
-def _run(
-    order: Tensor,
-    backward_order: Tensor,
+def routed_experts(
+    after: Tensor,
     number: Tensor,
     hidden: Tensor,
     route_weights: Tensor,
@@ -99,7 +96,7 @@ def _run(
     """Dispatch, prefetch, experts, combine: see `RoutedExperts`.
 
     Args:
-        order, backward_order: ORDER and BACKWARD_ORDER.
+        after: [] int64 on the host: the key that the previous call returned.
         number: of the `RoutedExperts`.
         hidden, route_weights, topk_experts: of `functional.dispatch`.
         anchor: so that backward runs when neither tokens nor route weights require grad.
@@ -122,12 +119,20 @@ def _run(
     saved = [hidden.new_empty(0) for _ in range(NUM_SAVED)]
     if save == ROWS:
         saved = [rows, row_weights, *(_extend(product, len(rows)) for product in products)]
-    return output, *saved, *plan.tensors(), torch.tensor(plan.key, device="cpu")
+    with torch.inference_mode(False):  # the next call may save it for backward
+        key = torch.tensor(plan.key, device="cpu")
+    return output, *saved, *plan.tensors(), key
 
 
+@torch.library.custom_op(
+    "moonep::routed_experts_backward",
+    mutates_args=(),
+    schema="(Tensor number, Tensor grad_output, Tensor[] saved, Tensor[] plan, Tensor key, int slot_set, str save, "
+    "int top_k) -> (Tensor, Tensor)",
+    tags=_tags,
+)
 @torch.no_grad()
-def _run_backward(
-    order: Tensor,
+def routed_experts_backward(
     number: Tensor,
     grad_output: Tensor,
     saved: Sequence[Tensor],
@@ -137,10 +142,9 @@ def _run_backward(
     save: str,
     top_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """The backward of `_run`; adds weight gradients to the pool's and reduces those of redundant experts home.
+    """The backward of `routed_experts`: adds weight gradients to the pool's, and redundant experts' go home.
 
     Args:
-        order: BACKWARD_ORDER.
         number, slot_set, save: of the forward.
         grad_output: [s, H].
         saved: rows, route weights and products; if save is "tokens": tokens and route weights.
@@ -165,7 +169,8 @@ def _run_backward(
     return grad_hidden, grad_weights
 
 
-def _refuse(order: Tensor, number: Tensor, name: str, given: Tensor, expected: str) -> Tensor:
+@torch.library.custom_op("moonep::refuse", mutates_args=(), tags=_tags)
+def refuse(number: Tensor, name: str, given: Tensor, expected: str) -> Tensor:
     """Raise a ValueError in place of the dispatch; peers that are in it raise PeerError."""
     _find(number).buffer.refuse("dispatch", f"{name}: given {describe(given)}, expected {expected}")
     raise AssertionError("refuse returned")
@@ -180,9 +185,9 @@ def _extend(rows: Tensor, count: int) -> Tensor:
     return extended
 
 
-def _run_fake(
-    order: Tensor,
-    backward_order: Tensor,
+@routed_experts.register_fake
+def _(
+    after: Tensor,
     number: Tensor,
     hidden: Tensor,
     route_weights: Tensor,
@@ -202,8 +207,8 @@ def _run_fake(
     return hidden.new_empty(hidden.shape), *saved, *plan, torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _run_backward_fake(
-    order: Tensor,
+@routed_experts_backward.register_fake
+def _(
     number: Tensor,
     grad_output: Tensor,
     saved: Sequence[Tensor],
@@ -217,48 +222,26 @@ def _run_backward_fake(
     return grad_output.new_empty(grad_output.shape), grad_output.new_empty(s, top_k, dtype=torch.float32)
 
 
-def _refuse_fake(order: Tensor, number: Tensor, name: str, given: Tensor, expected: str) -> Tensor:
+@refuse.register_fake
+def _(number: Tensor, name: str, given: Tensor, expected: str) -> Tensor:
     return torch.empty_like(given)
 
 
-def _below_autograd(*args: Any) -> tuple[Tensor, ...]:
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.moonep.routed_experts(*args)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, number, hidden, route_weights, topk_experts, _, slot_set, save, _ = inputs
+    saved, plan, key = output[1 : 1 + NUM_SAVED], output[1 + NUM_SAVED : -1], output[-1]
+    tensors = saved if save == ROWS else (hidden, route_weights)
+    ctx.save_for_backward(number, key, *tensors, *plan)
+    ctx.num_saved, ctx.slot_set, ctx.save, ctx.top_k = len(tensors), slot_set, save, topk_experts.shape[1]
+    ctx.mark_non_differentiable(*output[1:])
 
 
-class _RoutedExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        output, *others = _below_autograd(*args)
-        _, backward_order, number, hidden, route_weights, topk_experts, _, slot_set, save, _ = args
-        saved, plan, key = others[:NUM_SAVED], others[NUM_SAVED:-1], others[-1]
-        ctx.num_saved = NUM_SAVED if save == ROWS else 2
-        ctx.save_for_backward(number, key, *(saved if save == ROWS else (hidden, route_weights)), *plan)
-        ctx.order, ctx.slot_set, ctx.save, ctx.top_k = backward_order, slot_set, save, topk_experts.shape[1]
-        ctx.mark_non_differentiable(*others)
-        return output, *others
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        number, key, *tensors = ctx.saved_tensors
-        saved, plan = tensors[: ctx.num_saved], tensors[ctx.num_saved :]
-        grads = torch.ops.moonep.routed_experts_backward(
-            ctx.order, number, grad_output, saved, plan, key, ctx.slot_set, ctx.save, ctx.top_k
-        )
-        return None, None, None, *grads, None, None, None, None, None
+def _differentiate(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    number, key, *tensors = ctx.saved_tensors
+    saved, plan = tensors[: ctx.num_saved], tensors[ctx.num_saved :]
+    grads = routed_experts_backward(number, grad_output, saved, plan, key, ctx.slot_set, ctx.save, ctx.top_k)
+    return None, None, *grads, None, None, None, None, None
 
 
-def _run_with_autograd(*args: Any) -> tuple[Tensor, ...]:
-    needed = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-    return _RoutedExperts.apply(*args) if needed else _below_autograd(*args)
-
-
-for _name, _kernel, _fake in (
-    ("routed_experts", _run, _run_fake),
-    ("routed_experts_backward", _run_backward, _run_backward_fake),
-    ("refuse", _refuse, _refuse_fake),
-):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moonep::{_name}", _fake, lib=_library)
-_library.impl("routed_experts", _run_with_autograd, "Autograd")
+routed_experts.register_autograd(_differentiate, setup_context=_save)
+_register_effectful_op(routed_experts_backward._opoverload, _EffectType.ORDERED)

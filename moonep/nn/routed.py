@@ -102,9 +102,8 @@ class RoutedExperts:
         slot_set: int,
         save: str,
     ) -> Routed:
-        results = torch.ops.moonep.routed_experts(
-            operators.ORDER,
-            operators.BACKWARD_ORDER,
+        results = operators.routed_experts(
+            operators.ORDER.last,
             self._number,
             hidden,
             route_weights,
@@ -114,8 +113,8 @@ class RoutedExperts:
             save if torch.is_grad_enabled() else operators.NOTHING,
             self._sizes,
         )
-        plan = list(results[1 + operators.NUM_SAVED :])
-        self._plan = plan
+        plan = self._plan = list(results[1 + operators.NUM_SAVED :])
+        operators.ORDER.last = plan[-1]
         return Routed(results[0], plan[0])
 
     @property
@@ -127,7 +126,7 @@ class RoutedExperts:
 
     def refuse(self, name: str, given: Tensor, expected: str) -> Tensor:
         """Raise ValueError for an argument, in place of a call; peers that are in it raise PeerError."""
-        return torch.ops.moonep.refuse(operators.ORDER, self._number, name, given, expected)
+        return operators.refuse(self._number, name, given, expected)
 
     def _anchor(self) -> Tensor | None:
         """A parameter that requires grad: what makes backward run when tokens and route weights do not."""
