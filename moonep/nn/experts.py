@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moonep.dims import ROW_ALIGNMENT_BYTES, Dims
+from moonep.nn.graphs import outside_graphs
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
 from moonep.weights import PROJECTIONS
 
 
+@outside_graphs
 def experts(
     pool: ExpertPool,
     plan: Plan,

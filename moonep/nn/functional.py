@@ -5,6 +5,9 @@
 
 Combine's backward brings the redundant experts' weights back into the slots, since other layers have used them in
 between; dispatch's backward ends with the reduction of their gradients to their homes.
+
+Under `torch.compile` both run eagerly, and so does `experts`: graphs end and begin around them. Forward and backward of
+`moonep.nn.RoutedExperts`, which is all of it, are one operator each.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moonep.buffer import Buffer
+from moonep.nn.graphs import outside_graphs
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
 
@@ -27,6 +31,7 @@ class Dispatched(NamedTuple):
     plan: Plan
 
 
+@outside_graphs
 def dispatch(
     buffer: Buffer,
     hidden: Tensor,
@@ -59,6 +64,7 @@ def dispatch(
     return Dispatched(*_Dispatch.apply(*args))
 
 
+@outside_graphs
 def combine(buffer: Buffer, plan: Plan, hidden: Tensor, pool: ExpertPool | None = None, *, slot_set: int = 0) -> Tensor:
     """Sum each token's rows back at its rank, unweighted. Collective, in forward and in backward.
 
