@@ -13,9 +13,10 @@ up among those that live; nothing here keeps one alive.
 **Plans** cross as their tensors, with their key in a tensor on the host. They live as long as the graph holds them and
 are saved for backward like any tensor, so any number of forwards may precede their backwards, or have none.
 
-**Order.** Ranks must call collectives in the same order, and must not leave one out because nobody uses its result
-(weight gradients are added to the pool's rows). In forward each call takes the key of the call before it, so that a
-compiler sees a chain. In backward there is nothing to chain: the operator is registered as one with effects.
+**Order.** Ranks must call collectives in the same order, and compilers do move calls that do not depend on each other.
+So they do depend: each forward takes the key of the forward before it, and each backward what the backward before it in
+the same graph returned (`Lane`). None may be left out because nobody uses its result, for weight gradients are added to
+the pool's rows: `ORDER` keeps the keys, and what a backward returns is also the gradient of an empty tensor (`anchor`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from moonep.arguments import describe
 from moonep.nn.experts import compute_rows, differentiate_rows
@@ -61,13 +61,35 @@ def _find(number: Tensor) -> RoutedExperts:
 
 
 class Order:
-    """The order of calls in this process: `last` is the key of the last call's plan."""
+    """The order of forwards in this process: `last` is the key of the last one's plan."""
 
     def __init__(self) -> None:
         self.last = torch.tensor(0, device="cpu")
 
 
 ORDER = Order()
+
+
+class Lane:
+    """The order of backwards in one graph: `last` is what the last one returned; None before the first.
+
+    Forwards of one graph find their lane at the key that they pass on, while the graph is made.
+    """
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+    @staticmethod
+    def of(after: Tensor, key: Tensor) -> Lane:
+        lane = getattr(after, "_moonep_lane", None) or Lane()
+        after._moonep_lane = key._moonep_lane = lane  # type: ignore[attr-defined]
+        return lane
+
+
+def make_anchor() -> Tensor:
+    """An empty tensor that requires grad, so that backward runs when neither tokens nor route weights do."""
+    return torch.zeros(0, device="cpu", requires_grad=True)
+
 
 _tags = [torch.Tag.pt2_compliant_tag]
 if hasattr(torch.Tag, "cudagraph_unsafe"):
@@ -99,7 +121,7 @@ def routed_experts(
         after: [] int64 on the host: the key that the previous call returned.
         number: of the `RoutedExperts`.
         hidden, route_weights, topk_experts: of `functional.dispatch`.
-        anchor: so that backward runs when neither tokens nor route weights require grad.
+        anchor: of `make_anchor`; None: backward only runs when tokens or route weights require grad.
         slot_set: which of the pool's slots.
         save: "rows", "tokens" or "nothing".
         sizes: R, E, B, C, F: of the outputs.
@@ -127,12 +149,13 @@ def routed_experts(
 @torch.library.custom_op(
     "moonep::routed_experts_backward",
     mutates_args=(),
-    schema="(Tensor number, Tensor grad_output, Tensor[] saved, Tensor[] plan, Tensor key, int slot_set, str save, "
-    "int top_k) -> (Tensor, Tensor)",
+    schema="(Tensor before, Tensor number, Tensor grad_output, Tensor[] saved, Tensor[] plan, Tensor key, "
+    "int slot_set, str save, int top_k) -> (Tensor, Tensor, Tensor)",
     tags=_tags,
 )
 @torch.no_grad()
 def routed_experts_backward(
+    before: Tensor,
     number: Tensor,
     grad_output: Tensor,
     saved: Sequence[Tensor],
@@ -141,10 +164,11 @@ def routed_experts_backward(
     slot_set: int,
     save: str,
     top_k: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of `routed_experts`: adds weight gradients to the pool's, and redundant experts' go home.
 
     Args:
+        before: what the backward before it returned, or any tensor.
         number, slot_set, save: of the forward.
         grad_output: [s, H].
         saved: rows, route weights and products; if save is "tokens": tokens and route weights.
@@ -152,7 +176,7 @@ def routed_experts_backward(
         top_k: K.
 
     Returns:
-        Gradients of tokens [s, H] and route weights [s, K] fp32.
+        Gradients of tokens [s, H], of route weights [s, K] fp32, and of the anchor [0].
     """
     routed = _find(number)
     buffer, pool, its_plan = routed.buffer, routed.pool, routed.buffer.plan_of(plan, int(key))
@@ -166,7 +190,7 @@ def routed_experts_backward(
     grads = differentiate_rows(pool, its_plan, slot_set, grad_rows, rows, row_weights, products)
     grad_hidden, grad_weights = differentiate_dispatch(buffer, its_plan, pool, slot_set, *grads)
     assert grad_weights is not None
-    return grad_hidden, grad_weights
+    return grad_hidden, grad_weights, torch.zeros(0, device="cpu")
 
 
 @torch.library.custom_op("moonep::refuse", mutates_args=(), tags=_tags)
@@ -209,6 +233,7 @@ def _(
 
 @routed_experts_backward.register_fake
 def _(
+    before: Tensor,
     number: Tensor,
     grad_output: Tensor,
     saved: Sequence[Tensor],
@@ -217,9 +242,10 @@ def _(
     slot_set: int,
     save: str,
     top_k: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     s = grad_output.shape[0]
-    return grad_output.new_empty(grad_output.shape), grad_output.new_empty(s, top_k, dtype=torch.float32)
+    grad_weights = grad_output.new_empty(s, top_k, dtype=torch.float32)
+    return grad_output.new_empty(grad_output.shape), grad_weights, torch.empty(0, device="cpu")
 
 
 @refuse.register_fake
@@ -228,20 +254,25 @@ def _(number: Tensor, name: str, given: Tensor, expected: str) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, number, hidden, route_weights, topk_experts, _, slot_set, save, _ = inputs
+    after, number, hidden, route_weights, topk_experts, _, slot_set, save, _ = inputs
     saved, plan, key = output[1 : 1 + NUM_SAVED], output[1 + NUM_SAVED : -1], output[-1]
     tensors = saved if save == ROWS else (hidden, route_weights)
     ctx.save_for_backward(number, key, *tensors, *plan)
-    ctx.num_saved, ctx.slot_set, ctx.save, ctx.top_k = len(tensors), slot_set, save, topk_experts.shape[1]
+    ctx.lane, ctx.num_saved = Lane.of(after, key), len(tensors)
+    ctx.slot_set, ctx.save, ctx.top_k = slot_set, save, topk_experts.shape[1]
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _differentiate(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     number, key, *tensors = ctx.saved_tensors
     saved, plan = tensors[: ctx.num_saved], tensors[ctx.num_saved :]
-    grads = routed_experts_backward(number, grad_output, saved, plan, key, ctx.slot_set, ctx.save, ctx.top_k)
-    return None, None, *grads, None, None, None, None, None
+    before = key if ctx.lane.last is None else ctx.lane.last
+    grad_hidden, grad_weights, grad_anchor = routed_experts_backward(
+        before, number, grad_output, saved, plan, key, ctx.slot_set, ctx.save, ctx.top_k
+    )
+    ctx.lane.last = grad_anchor
+    anchored = ctx.needs_input_grad[5]
+    return None, None, grad_hidden, grad_weights, None, grad_anchor if anchored else None, None, None, None
 
 
 routed_experts.register_autograd(_differentiate, setup_context=_save)
-_register_effectful_op(routed_experts_backward._opoverload, _EffectType.ORDERED)

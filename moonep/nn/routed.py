@@ -12,6 +12,7 @@ from moonep.nn import functional, operators
 from moonep.nn.experts import check_pool, experts
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
+from moonep.weights import PROJECTIONS
 
 
 class Routed(NamedTuple):
@@ -45,7 +46,7 @@ class RoutedExperts:
         if shapes["gate"][0] != d.H:
             raise ValueError(f"pool: given gate {list(shapes['gate'])}, expected [{d.H}, F], as H of the Buffer")
         self.buffer, self.pool = buffer, pool
-        self._number = operators.register(self)
+        self._number, self._anchor = operators.register(self), operators.make_anchor()
         self._sizes = [d.R, d.E, d.B, d.C, shapes["gate"][1]]
         self._plan: Plan | list[Tensor] | None = None
 
@@ -70,7 +71,7 @@ class RoutedExperts:
         """
         if save not in operators.SAVE:
             raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, operators.SAVE))}")
-        anchor = self._anchor()
+        anchor = self._anchor if any(self.pool.trains(name) for name in PROJECTIONS) else None
         if torch.compiler.is_compiling():
             return self._call_operator(hidden, route_weights, topk_experts, anchor, slot_set, save)
         buffer, pool = self.buffer, self.pool
@@ -127,13 +128,6 @@ class RoutedExperts:
     def refuse(self, name: str, given: Tensor, expected: str) -> Tensor:
         """Raise ValueError for an argument, in place of a call; peers that are in it raise PeerError."""
         return operators.refuse(self._number, name, given, expected)
-
-    def _anchor(self) -> Tensor | None:
-        """A parameter that requires grad: what makes backward run when tokens and route weights do not."""
-        for parameter in self.pool.master.values():
-            if parameter.requires_grad:
-                return parameter
-        return None
 
 
 class _RowsAgain:
