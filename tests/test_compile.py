@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -240,6 +242,27 @@ def test_layers_compiled_one_by_one_share_a_graph():
     assert all(float(layer.experts["down"].grad.abs().sum()) > 0 for layer in layers)
 
 
+def chained(graph: torch.fx.Graph, operator: Any) -> list[bool]:
+    """For each call of an operator but the first: whether its first argument is a result of the call before it."""
+    calls = graph.find_nodes(op="call_function", target=operator._opoverload)
+    return [after.args[0].args[0] is before for before, after in itertools.pairwise(calls)]
+
+
+def test_operators_depend_on_the_one_before_them_in_graphs_of_independent_layers():
+    graphs: list[torch.fx.Graph] = []
+
+    def keep(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    layers = nn.ModuleList(make_layer(seed) for seed in (3, 4, 5))
+    model = compiled(lambda x: sum(layer(x) for layer in layers), aot_autograd(fw_compiler=keep))
+    model(make_tokens(5)).sum().backward()
+    forward, backward = graphs
+    assert chained(forward, operators.routed_experts) == [True, True]
+    assert chained(backward, operators.routed_experts_backward) == [True, True]
+
+
 class Plans:
     """Watches the memory of all plans and rows that a Buffer makes."""
 
@@ -284,11 +307,13 @@ def test_plans_live_no_longer_than_what_needs_them(monkeypatch):
 
 def test_evaluation_between_training_steps_changes_nothing():
     model = nn.Sequential(make_layer(3))
-    call, x, grad = compiled(model), make_tokens(5), make_tokens(6)
+    x, grad = make_tokens(5), make_tokens(6)
     want = take_step(model, model, x, grad)
-    with torch.inference_mode():
-        assert torch.equal(call(x), want["y"])
-    assert not differences(want, take_step(call, model, x, grad))
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        for call in (compiled(model), compiled(lambda x: checkpoint(model, x, use_reentrant=False))):
+            with torch.inference_mode():
+                assert torch.equal(call(x), want["y"])
+            assert not differences(want, take_step(call, model, x, grad))
 
 
 class OwnRouter(nn.Module):
