@@ -88,7 +88,7 @@ class Lane:
 
 def make_anchor() -> Tensor:
     """An empty tensor that requires grad, so that backward runs when neither tokens nor route weights do."""
-    return torch.zeros(0, device="cpu", requires_grad=True)
+    return torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
 
 _tags = [torch.Tag.pt2_compliant_tag]
@@ -190,7 +190,7 @@ def routed_experts_backward(
     grads = differentiate_rows(pool, its_plan, slot_set, grad_rows, rows, row_weights, products)
     grad_hidden, grad_weights = differentiate_dispatch(buffer, its_plan, pool, slot_set, *grads)
     assert grad_weights is not None
-    return grad_hidden, grad_weights, torch.zeros(0, device="cpu")
+    return grad_hidden, grad_weights, torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
 @torch.library.custom_op("moonep::refuse", mutates_args=(), tags=_tags)
@@ -245,7 +245,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     s = grad_output.shape[0]
     grad_weights = grad_output.new_empty(s, top_k, dtype=torch.float32)
-    return grad_output.new_empty(grad_output.shape), grad_weights, torch.empty(0, device="cpu")
+    return grad_output.new_empty(grad_output.shape), grad_weights, torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 @refuse.register_fake
@@ -261,6 +261,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.lane, ctx.num_saved = Lane.of(after, key), len(tensors)
     ctx.slot_set, ctx.save, ctx.top_k = slot_set, save, topk_experts.shape[1]
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # no zeros for those
 
 
 def _differentiate(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
