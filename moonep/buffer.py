@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -463,6 +463,25 @@ class Buffer:
         """Raise ValueError(message) in place of an operation: peers that are in it raise PeerError with the message."""
         with self._operation(operation):
             raise ValueError(message)
+
+    def plan_of(self, tensors: Sequence[Tensor], key: int) -> Plan:
+        """A plan of this Buffer from what it consists of: `plan.tensors()` and `plan.key`."""
+        load, alloc, experts_to_copy, cu_seqlens, zero_fill_ranges, remote_stats, dst, links = tensors
+        return Plan(
+            dims=self.dims,
+            rank=self.rank,
+            owner=self._id,
+            load=load,
+            alloc=alloc,
+            experts_to_copy=experts_to_copy,
+            cu_seqlens=cu_seqlens,
+            zero_fill_ranges=zero_fill_ranges,
+            remote_stats=remote_stats,
+            dst=dst,
+            links=links,
+            status=self._backend.status,
+            key=key,
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds, by region, and their sum `total`. Symmetric: peers can reach all of them."""

@@ -42,6 +42,7 @@ class CpuBackend:
 
     name = "cpu"
     device = torch.device("cpu")
+    status: Tensor | None = None  # of plans
 
     def __init__(self, dims: Dims, dtype: torch.dtype, peers: Peers, timeout_s: float):
         d = self.dims = dims

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moonep.dims import ROW_ALIGNMENT_BYTES
+from moonep.dims import ROW_ALIGNMENT_BYTES, Dims
+from moonep.nn.graphs import outside_graphs
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
 from moonep.weights import PROJECTIONS
 
 
+@outside_graphs
 def experts(
     pool: ExpertPool,
     plan: Plan,
@@ -39,12 +41,17 @@ def experts(
     Returns:
         [C, H]; rows past the plan's last offset are undefined.
     """
+    check_pool(pool, plan.dims)
+    return _Experts.apply(pool, plan, slot_set, rows_again, hidden, route_weights)
+
+
+def check_pool(pool: ExpertPool, dims: Dims) -> None:
+    """Raise a ValueError unless the pool has the projections of `experts`, and room for all gradients."""
     names = [p.name for p in pool.projections]
     if sorted(names) != sorted(PROJECTIONS):
         raise ValueError(f"pool: given projections {names}, expected {list(PROJECTIONS)}")
-    if pool.grads and plan.dims.spills:
-        raise ValueError(f"pool: given B = {pool.B} with gradients, expected B >= {plan.dims.max_redundant}")
-    return _Experts.apply(pool, plan, slot_set, rows_again, hidden, route_weights)
+    if pool.grads and dims.spills:
+        raise ValueError(f"pool: given B = {pool.B} with gradients, expected B >= {dims.max_redundant}")
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -102,53 +109,88 @@ class _Experts(torch.autograd.Function):
         hidden: Tensor,
         route_weights: Tensor,
     ) -> Tensor:
-        weights, offsets = _weights(pool, plan, slot_set)
-        used = rows_in_use(plan)
-        x, w = hidden[:used], route_weights[:used, None]
-        gate, up = grouped_mm(x, weights["gate"], offsets), grouped_mm(x, weights["up"], offsets)
-        out = torch.empty_like(hidden)
-        out[:used] = grouped_mm(_activate(gate, up, w), weights["down"], offsets)
+        out, gate, up = compute_rows(pool, plan, slot_set, hidden, route_weights)
         ctx.pool, ctx.plan, ctx.slot_set, ctx.rows_again = pool, plan, slot_set, rows_again
         if rows_again is None:
-            ctx.save_for_backward(x, route_weights, gate, up)
+            # A view made here: if it is one of the Buffer's rows and they are overwritten, autograd says so.
+            ctx.save_for_backward(hidden[: len(gate)], route_weights, gate, up)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        pool, plan = ctx.pool, ctx.plan
-        weights, offsets = _weights(pool, plan, ctx.slot_set)
-        used = rows_in_use(plan)
         if ctx.rows_again is None:
-            x, route_weights, gate, up = ctx.saved_tensors
+            hidden, route_weights, *products = ctx.saved_tensors
         else:
             # Collective, and overwrites the rows that gradients arrive in: grad_out is a copy.
-            hidden, route_weights = ctx.rows_again()
-            x = hidden[:used]
-            gate, up = grouped_mm(x, weights["gate"], offsets), grouped_mm(x, weights["up"], offsets)
-        w, grad_y = route_weights[:used, None], grad_out[:used].contiguous()
+            (hidden, route_weights), products = ctx.rows_again(), []
+        grads = differentiate_rows(ctx.pool, ctx.plan, ctx.slot_set, grad_out, hidden, route_weights, products)
+        return None, None, None, None, *grads
 
-        grad_z = grouped_mm(grad_y, weights["down"].transpose(1, 2), offsets).float()
-        a, b = gate.float(), up.float()
-        s = torch.sigmoid(a)
-        grad_weights = route_weights.new_zeros(route_weights.shape)
-        grad_weights[:used] = (grad_z * (a * s * b)).sum(1)
-        grad_z *= w
-        grad_up = (grad_z * a * s).to(x.dtype)
-        grad_gate = (grad_z * b * s * (1 + a * (1 - s))).to(x.dtype)
-        grad_x = grouped_mm(grad_gate, weights["gate"].transpose(1, 2), offsets).float()
-        grad_x += grouped_mm(grad_up, weights["up"].transpose(1, 2), offsets)
-        grad_hidden = torch.empty_like(grad_out)
-        grad_hidden[:used] = grad_x
 
-        if pool.grads:
-            pool.claim_gradients(plan, ctx.slot_set)
-            pool.ready_gradients()
-            grads = pool.compact_grad_of(ctx.slot_set)
-            pairs = {"gate": (x, grad_gate), "up": (x, grad_up), "down": (_activate(gate, up, w), grad_y)}
-            for name, (left, right) in pairs.items():
-                if pool.trains(name):
-                    add_weight_grad(grads[name], left, right, offsets)
-        return None, None, None, None, grad_hidden, grad_weights
+def compute_rows(
+    pool: ExpertPool, plan: Plan, slot_set: int, hidden: Tensor, route_weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `experts` returns, and the rows in use times gate and up: [C, H], [n, F], [n, F]."""
+    weights, offsets = _weights(pool, plan, slot_set)
+    used = rows_in_use(plan)
+    gate, up = _multiply(hidden[:used], weights, offsets)
+    out = torch.empty_like(hidden)
+    out[:used] = grouped_mm(_activate(gate, up, route_weights[:used, None]), weights["down"], offsets)
+    return out, gate, up
+
+
+def differentiate_rows(
+    pool: ExpertPool,
+    plan: Plan,
+    slot_set: int,
+    grad_out: Tensor,
+    hidden: Tensor,
+    route_weights: Tensor,
+    products: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The backward of `experts`: adds weight gradients to the pool's, and returns those of rows and route weights.
+
+    Args:
+        pool, plan, slot_set: of `experts`.
+        grad_out: [C, H], of its output.
+        hidden, route_weights: its inputs, at least the rows in use.
+        products: what `compute_rows` returned with the output, [n or more, F] each; empty: computed again.
+
+    Returns:
+        [C, H], undefined past the plan's last offset; [C] fp32.
+    """
+    weights, offsets = _weights(pool, plan, slot_set)
+    used = rows_in_use(plan)
+    x, w, grad_y = hidden[:used], route_weights[:used, None], grad_out[:used].contiguous()
+    gate, up = (p[:used] for p in products) if products else _multiply(x, weights, offsets)
+
+    grad_z = grouped_mm(grad_y, weights["down"].transpose(1, 2), offsets).float()
+    a, b = gate.float(), up.float()
+    s = torch.sigmoid(a)
+    grad_weights = route_weights.new_zeros(route_weights.shape)
+    grad_weights[:used] = (grad_z * (a * s * b)).sum(1)
+    grad_z *= w
+    grad_up = (grad_z * a * s).to(x.dtype)
+    grad_gate = (grad_z * b * s * (1 + a * (1 - s))).to(x.dtype)
+    grad_x = grouped_mm(grad_gate, weights["gate"].transpose(1, 2), offsets).float()
+    grad_x += grouped_mm(grad_up, weights["up"].transpose(1, 2), offsets)
+    grad_hidden = torch.empty_like(grad_out)
+    grad_hidden[:used] = grad_x
+
+    if pool.grads:
+        pool.claim_gradients(plan, slot_set)
+        pool.ready_gradients()
+        grads = pool.compact_grad_of(slot_set)
+        pairs = {"gate": (x, grad_gate), "up": (x, grad_up), "down": (_activate(gate, up, w), grad_y)}
+        for name, (left, right) in pairs.items():
+            if pool.trains(name):
+                add_weight_grad(grads[name], left, right, offsets)
+    return grad_hidden, grad_weights
+
+
+def _multiply(x: Tensor, weights: dict[str, Tensor], offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows times gate, and times up."""
+    return grouped_mm(x, weights["gate"], offsets), grouped_mm(x, weights["up"], offsets)
 
 
 def _weights(pool: ExpertPool, plan: Plan, slot_set: int) -> tuple[dict[str, Tensor], Tensor]:

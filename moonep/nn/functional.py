@@ -5,6 +5,9 @@
 
 Combine's backward brings the redundant experts' weights back into the slots, since other layers have used them in
 between; dispatch's backward ends with the reduction of their gradients to their homes.
+
+Under `torch.compile` both run eagerly, and so does `experts`: graphs end and begin around them. Forward and backward of
+`moonep.nn.RoutedExperts`, which is all of it, are one operator each.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moonep.buffer import Buffer
+from moonep.nn.graphs import outside_graphs
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
 
@@ -27,6 +31,7 @@ class Dispatched(NamedTuple):
     plan: Plan
 
 
+@outside_graphs
 def dispatch(
     buffer: Buffer,
     hidden: Tensor,
@@ -59,6 +64,7 @@ def dispatch(
     return Dispatched(*_Dispatch.apply(*args))
 
 
+@outside_graphs
 def combine(buffer: Buffer, plan: Plan, hidden: Tensor, pool: ExpertPool | None = None, *, slot_set: int = 0) -> Tensor:
     """Sum each token's rows back at its rank, unweighted. Collective, in forward and in backward.
 
@@ -94,11 +100,8 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        buffer, plan = ctx.buffer, ctx.plan
-        grad_hidden, grad_route_weights, _ = buffer.combine(plan, grad_rows.contiguous(), grad_weights.contiguous())
-        if ctx.pool is not None and ctx.pool.grads:
-            buffer.reduce(plan, ctx.pool, slot_set=ctx.slot_set)
-        return None, None, None, None, grad_hidden, grad_route_weights, None, None
+        grads = differentiate_dispatch(ctx.buffer, ctx.plan, ctx.pool, ctx.slot_set, grad_rows, grad_weights)
+        return None, None, None, None, *grads, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -109,9 +112,24 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        buffer, plan = ctx.buffer, ctx.plan
-        if ctx.pool is not None:
-            # Before the dispatch, not after it: then slots that no other layer has used since are not copied again.
-            buffer.prefetch(plan, ctx.pool, slot_set=ctx.slot_set)
-        grad_rows = buffer.dispatch(grad_output.contiguous(), plan=plan)[0]
-        return None, None, None, None, grad_rows
+        return None, None, None, None, differentiate_combine(ctx.buffer, ctx.plan, ctx.pool, ctx.slot_set, grad_output)
+
+
+def differentiate_dispatch(
+    buffer: Buffer, plan: Plan, pool: ExpertPool | None, slot_set: int, grad_rows: Tensor, grad_weights: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The backward of `dispatch`: gradients of tokens and route weights; slot gradients go home."""
+    grads = buffer.combine(plan, grad_rows.contiguous(), grad_weights.contiguous())[:2]
+    if pool is not None and pool.grads:
+        buffer.reduce(plan, pool, slot_set=slot_set)
+    return grads
+
+
+def differentiate_combine(
+    buffer: Buffer, plan: Plan, pool: ExpertPool | None, slot_set: int, grad_output: Tensor
+) -> Tensor:
+    """The backward of `combine`: weights come back into the slots, and gradients to the rows."""
+    if pool is not None:
+        # Before the dispatch, not after it: then slots that no other layer has used since are not copied again.
+        buffer.prefetch(plan, pool, slot_set=slot_set)
+    return buffer.dispatch(grad_output.contiguous(), plan=plan)[0]

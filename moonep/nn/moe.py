@@ -9,23 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moonep.arguments import describe
 from moonep.buffer import Buffer
 from moonep.memory.peers import Peers
-from moonep.nn import functional
-from moonep.nn.experts import experts
+from moonep.nn.operators import SAVE
+from moonep.nn.routed import RoutedExperts
 from moonep.nn.router import Router
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
-
-SAVE = ("rows", "tokens")
 
 
 class MoE(nn.Module):
     """Router, experts spread over the ranks of a group, and optional shared experts. Collective, like its backward.
 
     Every rank computes the same number of rows whatever the router does; output and gradients equal those of the
-    unbalanced layer up to rounding.
+    unbalanced layer up to rounding. `torch.compile` takes it without a graph break.
 
     Args:
         hidden, ffn: H and F. Experts are SwiGLU: down(silu(x gate) * (x up)).
@@ -104,12 +101,12 @@ class MoE(nn.Module):
             backend=buffer.backend,
             timeout_s=timeout_s,
         )
+        self.routed = RoutedExperts(buffer, self.pool)
         self.experts = nn.ParameterDict(self.pool.master)
         device = self.pool.local["gate"].device
         self.router.to(device)
         self.shared = SharedExpert(hidden, shared_ffn).to(device) if shared_ffn else None
         self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
-        self.plan: Plan | None = None
         self.aux_loss: Tensor | None = None
         self.reset_parameters(seed)
 
@@ -136,42 +133,28 @@ class MoE(nn.Module):
         Raises:
             ValueError: a bad x. Peers raise PeerError.
         """
-        buffer, pool, slot_set = self.buffer, self.pool, self.slot_set
-        if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] != buffer.dims.H:
-            buffer.refuse("dispatch", f"x: given {describe(x)}, expected [..., {buffer.dims.H}] of a floating dtype")
-        pool.sync_if_updated()
-        tokens = x.reshape(-1, x.shape[-1])
+        H = self.buffer.dims.H
+        if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] != H:
+            return self.routed.refuse("x", x, f"[..., {H}] of a floating dtype")
+        tokens = x.reshape(-1, H)
         ids, weights, self.aux_loss = self.router(tokens)
-        payload = tokens.to(buffer.dtype)
-        rows, row_weights, plan = functional.dispatch(
-            buffer,
-            payload,
-            weights,
-            ids,
-            pool,
-            anchor=self._anchor(),
-            slot_set=slot_set,
-            zero_copy=self.save == "tokens",
-        )
-        buffer.prefetch(plan, pool, slot_set=slot_set)
-        again = _RowsAgain(buffer, plan, payload.detach(), weights.detach()) if self.save == "tokens" else None
-        rows = experts(pool, plan, rows, row_weights, slot_set=slot_set, rows_again=again)
-        output = functional.combine(buffer, plan, rows, pool, slot_set=slot_set).to(x.dtype)
+        payload = tokens.to(self.buffer.dtype)
+        output, load = self.routed(payload, weights, ids, slot_set=self.slot_set, save=self.save)
+        output = output.to(x.dtype)
         if self.shared is not None:
             output = output + self.shared(tokens)
-        self.plan = plan
         if self.training:
-            self.load += plan.load.sum(0)
+            self.load += load.sum(0)
         return output.view(x.shape)
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.routed.plan
 
     def update_bias(self, rate: float = 1e-3) -> None:
         """Move the router's bias towards equal loads, by what all ranks routed since the last call."""
         self.router.update_bias(self.load, rate)
         self.load.zero_()
-
-    def _anchor(self) -> Tensor | None:
-        trained = [p for p in self.experts.values() if p.requires_grad]
-        return trained[0] if trained else None
 
 
 class SharedExpert(nn.Module):
@@ -187,17 +170,6 @@ class SharedExpert(nn.Module):
         """[s, H] -> [s, H], computed in the parameters' dtype, returned in x's."""
         h = x.to(self.gate.weight.dtype)
         return self.down(nn.functional.silu(self.gate(h)) * self.up(h)).to(x.dtype)
-
-
-class _RowsAgain:
-    """Brings the rows of a dispatch again, from the tokens."""
-
-    def __init__(self, buffer: Buffer, plan: Plan, tokens: Tensor, weights: Tensor):
-        self.buffer, self.plan, self.tokens, self.weights = buffer, plan, tokens, weights
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        rows, weights, _, _ = self.buffer.dispatch(self.tokens, self.weights, plan=self.plan, zero_copy=True)
-        return rows, weights
 
 
 def shared_buffer(peers: Peers, S: int, H: int, K: int, E: int, settings: dict[str, Any]) -> Buffer:

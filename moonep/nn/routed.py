@@ -1,0 +1,141 @@
+"""RoutedExperts: what an MoE layer does between its router and its output, in eager mode and under torch.compile."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moonep.buffer import Buffer
+from moonep.nn import functional, operators
+from moonep.nn.experts import check_pool, experts
+from moonep.plan import Plan
+from moonep.pool import ExpertPool
+from moonep.weights import PROJECTIONS
+
+
+class Routed(NamedTuple):
+    """What routed experts give: output [s, H], and load [R, E] int32: assignments of each expert by source rank."""
+
+    output: Tensor
+    load: Tensor
+
+
+class RoutedExperts:
+    """Dispatch, prefetch, experts and combine in one call, for models with a router of their own.
+
+    Collective, like its backward. In eager mode it is the composition of `functional` and `experts`; a compiler sees
+    one operator, and another in backward (`moonep.nn.operators`): `torch.compile(fullgraph=True)` goes through.
+
+    Args:
+        buffer: of this layer shape.
+        pool: with projections gate [H, F], up [H, F], down [F, H].
+
+    Attributes:
+        plan: of the last call; None before the first.
+
+    Raises:
+        ValueError: the pool does not go with the Buffer, or cannot hold gradients of all redundant experts.
+    """
+
+    def __init__(self, buffer: Buffer, pool: ExpertPool):
+        d = buffer.dims
+        check_pool(pool, d)
+        shapes = {p.name: p.shape for p in pool.projections}
+        if shapes["gate"][0] != d.H:
+            raise ValueError(f"pool: given gate {list(shapes['gate'])}, expected [{d.H}, F], as H of the Buffer")
+        self.buffer, self.pool = buffer, pool
+        self._number, self._anchor = operators.register(self), operators.make_anchor()
+        self._sizes = [d.R, d.E, d.B, d.C, shapes["gate"][1]]
+        self._plan: Plan | list[Tensor] | None = None
+
+    def __call__(
+        self, hidden: Tensor, route_weights: Tensor, topk_experts: Tensor, *, slot_set: int = 0, save: str = "rows"
+    ) -> Routed:
+        """Send tokens through their experts.
+
+        Args:
+            hidden: [s, H] payload dtype, s <= S; s may differ by rank and be 0.
+            route_weights: [s, K] fp32.
+            topk_experts: [s, K] int32 or int64; -1 = no assignment.
+            slot_set: which of the pool's slots.
+            save: what backward needs: "rows" keeps the rows that arrived and the activations; "tokens" keeps only the
+                tokens, dispatches them again and computes activations again.
+
+        Returns:
+            The sum over a token's experts of route weight times expert, and the load.
+
+        Raises:
+            ValueError: a bad argument; peers raise PeerError.
+        """
+        if save not in operators.SAVE:
+            raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, operators.SAVE))}")
+        anchor = self._anchor if any(self.pool.trains(name) for name in PROJECTIONS) else None
+        if torch.compiler.is_compiling():
+            return self._call_operator(hidden, route_weights, topk_experts, anchor, slot_set, save)
+        buffer, pool = self.buffer, self.pool
+        pool.sync_if_updated()
+        rows, row_weights, plan = functional.dispatch(
+            buffer,
+            hidden,
+            route_weights,
+            topk_experts,
+            pool,
+            anchor=anchor,
+            slot_set=slot_set,
+            zero_copy=save == operators.TOKENS,
+        )
+        buffer.prefetch(plan, pool, slot_set=slot_set)
+        again = None
+        if save == operators.TOKENS:
+            again = _RowsAgain(buffer, plan, hidden.detach(), route_weights.detach())
+        rows = experts(pool, plan, rows, row_weights, slot_set=slot_set, rows_again=again)
+        self._plan = plan
+        return Routed(functional.combine(buffer, plan, rows, pool, slot_set=slot_set), plan.load)
+
+    def _call_operator(
+        self,
+        hidden: Tensor,
+        route_weights: Tensor,
+        topk_experts: Tensor,
+        anchor: Tensor | None,
+        slot_set: int,
+        save: str,
+    ) -> Routed:
+        results = operators.routed_experts(
+            operators.ORDER.last,
+            self._number,
+            hidden,
+            route_weights,
+            topk_experts,
+            anchor,
+            slot_set,
+            save if torch.is_grad_enabled() else operators.NOTHING,
+            self._sizes,
+        )
+        plan = self._plan = list(results[1 + operators.NUM_SAVED :])
+        operators.ORDER.last = plan[-1]
+        return Routed(results[0], plan[0])
+
+    @property
+    def plan(self) -> Plan | None:
+        if isinstance(self._plan, list):
+            *tensors, key = self._plan
+            self._plan = self.buffer.plan_of(tensors, int(key))
+        return self._plan
+
+    def refuse(self, name: str, given: Tensor, expected: str) -> Tensor:
+        """Raise ValueError for an argument, in place of a call; peers that are in it raise PeerError."""
+        return operators.refuse(self._number, name, given, expected)
+
+
+class _RowsAgain:
+    """Brings the rows of a dispatch again, from the tokens."""
+
+    def __init__(self, buffer: Buffer, plan: Plan, tokens: Tensor, weights: Tensor):
+        self.buffer, self.plan, self.tokens, self.weights = buffer, plan, tokens, weights
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        rows, weights, _, _ = self.buffer.dispatch(self.tokens, self.weights, plan=self.plan, zero_copy=True)
+        return rows, weights
