@@ -306,3 +306,45 @@ def test_results_say_where_they_come_from(monkeypatch):
     assert about["commit"] == "0123abc" and about["set"].startswith("0123abc 20")
     assert {"python", "torch", "triton", "moonep"} <= set(about["versions"])
     assert about["hardware"]["cpus"] >= 1
+
+
+# Figures.
+
+
+def made_up_lines() -> list[dict[str, Any]]:
+    """Lines of the suites and of peers, with times that are not measured."""
+    about = {"set": "made-up 2026-01-01", "date": "2026-01-01T00:00:00Z", "commit": "made-up", "hardware": {}}
+    lines = []
+    for setting in [*suites.goals(), *suites.figures()]:
+        for i, row in enumerate(setting.rows()):
+            line = {"R": 2, "backend": "cuda", **setting.record(), **row.record(), "median_us": 100.0 + i}
+            lines.append({**line, "physical_bytes": 1000, "physical_gbps": 300.0, **about})
+    for peer in ("moonep", "all_to_all"):
+        for value in (1.0, 1.9):
+            for operation in ("dispatch", "combine"):
+                line = peer_line(peer, operation, 400.0 * value)
+                line = {**line, "routing": Routing("hot_rank", value).record(), "F": None, **about}
+                lines.append(line)
+    return lines
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_figures_are_drawn_from_results_only(tmp_path, monkeypatch, capsys, suffix):
+    pytest.importorskip("matplotlib")
+    results.append(tmp_path / "results.jsonl", made_up_lines())
+    plot = load("plot")
+    figures = tmp_path / "figures"
+    options = ["--results", str(tmp_path), "--output", str(figures), "--format", suffix]
+    monkeypatch.setattr(sys, "argv", ["plot.py", *options])
+    plot.main()
+    names = [f"{name}.{suffix}" for name in ("growth", "bandwidth", "tokens", "peers")]
+    assert capsys.readouterr().out.split() == [str(figures / name) for name in names]
+    assert all((figures / name).stat().st_size > 1000 for name in names)
+
+
+def test_a_figure_whose_lines_are_missing_is_not_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = load("plot")
+    dispatch = [line for line in made_up_lines() if line["operation"] == "dispatch" and not line.get("peer")]
+    assert [path.stem for path in plot.draw_all(dispatch, tmp_path, "png")] == ["bandwidth", "tokens"]
+    assert plot.draw_all([], tmp_path, "png") == []
