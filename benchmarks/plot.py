@@ -166,14 +166,14 @@ def draw_peers(lines: list[Line]) -> Figure | None:
     figure = Figure(figsize=(5 * len(sweeps), 4), layout="constrained")
     grid = figure.subplots(1, len(sweeps), squeeze=False, sharey=True)[0]
     for axes, (kind, text) in zip(grid, sweeps, strict=True):
-        for peer in dict.fromkeys(line["peer"] for line in rows):
-            here = [line for line in rows if line["peer"] == peer]
+        for peer, budget in dict.fromkeys((line["peer"], line["budget"]) for line in rows):
+            here = [line for line in rows if (line["peer"], line["budget"]) == (peer, budget)]
             both = {}
             for value in _values(_of(here, "dispatch", None), kind):
                 parts = [_us(_of(here, operation, None), kind, value) for operation in ("dispatch", "combine")]
                 if None not in parts:
                     both[value] = sum(us for us in parts if us is not None)
-            axes.plot([f"{value:g}" for value in both], list(both.values()), marker="o", label=peer)
+            axes.plot([f"{value:g}" for value in both], list(both.values()), marker="o", label=f"{peer}, {budget}")
         axes.set_ylim(bottom=0)
         axes.set_xlabel(text)
     grid[0].set_ylabel("dispatch + combine, us, eager")

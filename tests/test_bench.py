@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,14 +19,17 @@ import torch
 import torch.distributed as dist
 
 import moonep
-from moonep.bench import goals, results, suites
+from moonep.bench import goals, results, side_by_side, suites
 from moonep.bench.gate import Expected, row_factor
 from moonep.bench.hosts import GateError, Hosts, RowFailed
 from moonep.bench.measure import measure_setting
 from moonep.bench.operations import OPERATIONS, Layer
+from moonep.bench.peers import PEERS, AllToAll, World
 from moonep.bench.routings import Routing, TraceSizes
 from moonep.bench.settings import EAGER, GRAPH, LOCAL_ALL, STRICT, Case, Options, Setting
+from moonep.bench.side_by_side import Comparison
 from moonep.bench.timing import Stopwatch, quantiles
+from moonep.testing.ranks import send
 from moonep.testing.routing import rank_imbalance, uniform
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -348,3 +354,88 @@ def test_a_figure_whose_lines_are_missing_is_not_drawn(tmp_path):
     dispatch = [line for line in made_up_lines() if line["operation"] == "dispatch" and not line.get("peer")]
     assert [path.stem for path in plot.draw_all(dispatch, tmp_path, "png")] == ["bandwidth", "tokens"]
     assert plot.draw_all([], tmp_path, "png") == []
+
+
+# Peers.
+
+
+COMPARISON = Comparison(32, 16, 2, 8, (Routing("hot_rank", 1.5),), sms=None, device="cpu", samples=2)
+
+
+def compare_with(peers: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """The lines of a comparison on rank 0, with other peers if given: name -> what its combine is multiplied with."""
+
+    class Scaled(AllToAll):
+        def __init__(self, world: World, factor: float):
+            super().__init__(world)
+            self.factor = factor
+
+        def combine(self, sent: Any) -> torch.Tensor:
+            return super().combine(sent) * self.factor
+
+    lines: list[dict[str, Any]] = []
+    names = tuple(PEERS if peers is None else peers)
+    originals = dict(PEERS)
+    for name, factor in (peers or {}).items():
+        PEERS[name] = lambda world, factor=factor: Scaled(world, factor)
+    try:
+        number = len(names)  # different for each call in a world
+        side_by_side.compare(replace(COMPARISON, peers=names), number, report=lines.append)
+    finally:
+        PEERS.clear()
+        PEERS.update(originals)
+    return [line for line in lines if "busy" not in line]
+
+
+def test_moonep_and_all_to_all_are_compared_and_missing_peers_are_named(ranks):
+    lines, others = ranks(2).run(compare_with)
+    assert others == []
+    timed = {(line["peer"], line["operation"]) for line in lines if "median_us" in line}
+    assert timed >= {(peer, op) for peer in ("moonep", "all_to_all") for op in ("dispatch", "combine")}
+    missing = {line["peer"]: line["unavailable"] for line in lines if "unavailable" in line}
+    assert "No module named 'deep_ep'" in missing["deepep_v1"] and "No module named 'deep_ep'" in missing["deepep_v2"]
+    assert "needs CUDA and NVSHMEM" in missing["all_to_all_vdev_2d"]
+    rows = {line["peer"]: line["rows"] for line in lines if "rows" in line}
+    assert rows["all_to_all"] == pytest.approx(1.5 * 32 * 2, rel=0.03)
+
+
+def test_a_peer_whose_output_is_wrong_has_no_time(ranks):
+    lines = ranks(2).run(compare_with, {"right": 1.0, "wrong": 1.1})[0]
+    assert [line["peer"] for line in lines if "median_us" in line] == ["right", "right"]
+    wrong = [line for line in lines if line["peer"] == "wrong"]
+    assert len(wrong) == 2 and all("combine: differs from K times the token" in line["gate"] for line in wrong)
+
+
+def die_with_all_to_all(comparison: Comparison, number: int) -> None:
+    """Stands for a peer that crashes."""
+    if dist.get_rank() == 0:
+        for name in comparison.peers:
+            send({"busy": name})
+            if name == "all_to_all":
+                os.kill(os.getpid(), signal.SIGKILL)
+        for name in comparison.peers:
+            send({**comparison.line(2, name, "dispatch", comparison.routings[0]), "median_us": 1.0})
+
+
+def test_a_peer_that_kills_its_ranks_is_named_and_the_others_are_measured(monkeypatch):
+    monkeypatch.setattr(side_by_side, "compare", die_with_all_to_all)
+    lines: list[dict[str, Any]] = []
+    side_by_side.run_comparison(replace(COMPARISON, peers=("moonep", "all_to_all")), 2, 60.0, lines.append)
+    failed = [line for line in lines if "error" in line]
+    assert [line["peer"] for line in failed] == ["all_to_all", "all_to_all"]
+    assert all("SIGKILL" in line["error"] for line in failed)
+    assert [line["peer"] for line in lines if "median_us" in line] == ["moonep"]
+
+
+def test_bench_vs_deepep_runs_on_cpu_and_its_last_line_is_one_json_document(tmp_path):
+    output = tmp_path / "peers.jsonl"
+    options = ["--tokens", "16", "--hidden", "16", "--samples", "2", "--imbalance", "1.5", "--maxvio", "--json"]
+    peers = ["--peers", "moonep", "all_to_all", "deepep_v2", "--output", str(output)]
+    command = [sys.executable, str(BENCHMARKS / "bench_vs_deepep.py"), *options, *peers]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert {row["peer"] for row in rows if "median_us" in row} == {"moonep", "all_to_all"}
+    assert [json.loads(line) for line in output.read_text().splitlines()] == rows
+    assert "deepep_v2 (strict), dispatch, hot_rank 1.5: unavailable: deep_ep cannot be imported" in done.stderr
