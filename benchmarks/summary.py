@@ -33,6 +33,9 @@ def main() -> None:
     print(f"{'figure':<62} {'must':>8} {'aim':>8} {'measured':>9}  met")
     for goal in goals.GOALS:
         print(format_goal(goal, values[goal.key]))
+    beside = goals.measured_with_weights(lines)
+    for goal in goals.WITH_WEIGHTS:
+        print(format_goal(goal, beside[goal.key]))
 
 
 def format_goal(goal: goals.Goal, value: float | None) -> str:

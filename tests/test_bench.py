@@ -203,6 +203,38 @@ def test_a_sample_is_the_slowest_rank(ranks):
     assert min(first["slow"]) > 15_000 > 5_000 > min(first["fast"])
 
 
+class Recorder:
+    """Stands for a GPU: notes what is enqueued, in order."""
+
+    def __init__(self) -> None:
+        self.enqueued: list[str] = []
+
+    def event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        recorder = self
+
+        class Event:
+            def record(self) -> None:
+                recorder.enqueued.append("event")
+
+            def elapsed_time(self, end: Any) -> float:
+                return 0.5  # ms
+
+        return Event()
+
+
+def test_on_a_gpu_delay_and_barrier_come_before_the_first_event(monkeypatch):
+    gpu = Recorder()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: gpu.enqueued.append("wait"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.enqueued.append(f"delay {cycles >= 600_000}"))
+    watch = Stopwatch(torch.device("cpu"), Hosts(0, 1, 1.0, "gpu"), lambda: gpu.enqueued.append("barrier"))
+    watch.cuda = True
+    assert watch.measure(lambda: gpu.enqueued.append("call"), 2) == [500.0, 500.0]
+    sample = ["wait", "delay True", "barrier", "event", "call", "event", "wait"]
+    assert gpu.enqueued[-14:] == sample * 2
+
+
 def test_quantiles_are_of_the_samples():
     found = quantiles([float(i) for i in range(11)])
     assert found == {"median_us": 5.0, "p10_us": 1.0, "p90_us": 9.0, "samples": 11}
@@ -251,6 +283,7 @@ def test_the_goals_suite_measures_every_goal(monkeypatch):
     assert values["growth_imbalance"] == 1.05
     assert values["growth_maxvio"] == 1.0
     assert values["nvlink_ratio_16"] == 1.0
+    assert set(goals.measured_with_weights(lines).values()) == {1.0}
     operations = {row.operation for setting in settings for row in setting.rows() if setting.F}
     assert {"forward", "backward", "prefetch", "reduce_grad"} <= operations
     assert 60 < sum(len(list(setting.rows())) for setting in settings) < 160

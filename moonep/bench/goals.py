@@ -79,7 +79,26 @@ def measured(lines: Iterable[Line]) -> dict[str, float | None]:
         "barrier_us": found.us("barrier", sms=32),
         "decode8_us": found.us("dispatch_combine", sms=32, S=None, tokens=8, balance="auto", kind="uniform", value=0),
         "host_us": found.us("dispatch_host", sms=32, mode=EAGER),
-        "deepep_v2_ratio_32": found.against("deepep_v2", sms=32),
+        "deepep_v2_ratio_32": found.against("deepep_v2"),
+    }
+
+
+# Growth of everything on the critical path, weights included: shown beside the goals.
+WITH_WEIGHTS = (
+    Goal("growth_forward_imbalance", "growth of forward incl. prefetch, E=96, imbalance 1.0 to 1.9", 1.6, None),
+    Goal("growth_forward_maxvio", "growth of forward incl. prefetch, E=96, maxvio 0.2 to 20", 1.6, None),
+    Goal("growth_backward_imbalance", "growth of backward incl. reduce_grad, E=96, 1.0 to 1.9", None, None),
+    Goal("growth_backward_maxvio", "growth of backward incl. reduce_grad, E=96, 0.2 to 20", None, None),
+)
+
+
+def measured_with_weights(lines: Iterable[Line]) -> dict[str, float | None]:
+    """The values of WITH_WEIGHTS."""
+    found = _Found([line for line in lines if "median_us" in line])
+    return {
+        f"growth_{direction}_{name}": found.growth(kind, base, (direction,), WEIGHTS_E)
+        for direction in ("forward", "backward")
+        for name, kind, base in (("imbalance", "hot_rank", 1.0), ("maxvio", "lognormal", 0.2))
     }
 
 
@@ -105,18 +124,22 @@ class _Found:
         line = _headline(rows)
         return None if line is None else float(line["median_us"])
 
-    def growth(self, kind: str, base: float) -> float | None:
-        """max / balanced of dispatch + combine over the values of a kind of routing; needs more than one."""
-        values = {_routing(line)[1] for line in self._where({"operation": "dispatch", "sms": 32, "E": WIDE, **SIZES})
-                  if _routing(line)[0] == kind}  # fmt: skip
-        times = {value: self._both(kind, value) for value in values}
+    def growth(
+        self, kind: str, base: float, operations: tuple[str, ...] = ("dispatch", "combine"), E: int = WIDE
+    ) -> float | None:
+        """max / balanced of the operations' sum over the values of a kind of routing; needs more than one."""
+        rows = self._where({"operation": operations[0], "sms": 32, "E": E, **SIZES})
+        values = {_routing(line)[1] for line in rows if _routing(line)[0] == kind}
+        times = {value: self._sum(operations, kind, value, GRAPH, E=E) for value in values}
         known = {value: us for value, us in times.items() if us is not None}
         if base not in known or len(known) < 2:
             return None
         return round(max(known.values()) / known[base], 4)
 
-    def _both(self, kind: str, value: float, mode: str = GRAPH, peer: str | None = None) -> float | None:
-        parts = [self.us(op, 32, mode, kind, value, peer) for op in ("dispatch", "combine")]
+    def _sum(
+        self, operations: tuple[str, ...], kind: str, value: float, mode: str, peer: str | None = None, E: int = WIDE
+    ) -> float | None:
+        parts = [self.us(operation, 32, mode, kind, value, peer, E=E) for operation in operations]
         return None if None in parts else sum(us for us in parts if us is not None)
 
     def gbps(self, operation: str, E: int) -> float | None:
@@ -135,10 +158,11 @@ class _Found:
                 return float(rows[-1]["physical_gbps"])
         return None
 
-    def against(self, peer: str, sms: int) -> float | None:
-        """Time of dispatch + combine over a peer's, eager, side by side, balanced."""
-        theirs = self._both("hot_rank", 1.0, EAGER, peer)
-        ours = self._both("hot_rank", 1.0, EAGER, "moonep")
+    def against(self, peer: str) -> float | None:
+        """Time of dispatch + combine over a peer's: 32 SMs, eager, side by side, balanced."""
+        both = ("dispatch", "combine")
+        theirs = self._sum(both, "hot_rank", 1.0, EAGER, peer)
+        ours = self._sum(both, "hot_rank", 1.0, EAGER, "moonep")
         return None if ours is None or theirs is None else round(ours / theirs, 4)
 
     def _where(self, wanted: Line, peer: str | None = None) -> list[Line]:
