@@ -466,22 +466,7 @@ class Buffer:
 
     def plan_of(self, tensors: Sequence[Tensor], key: int) -> Plan:
         """A plan of this Buffer from what it consists of: `plan.tensors()` and `plan.key`."""
-        load, alloc, experts_to_copy, cu_seqlens, zero_fill_ranges, remote_stats, dst, links = tensors
-        return Plan(
-            dims=self.dims,
-            rank=self.rank,
-            owner=self._id,
-            load=load,
-            alloc=alloc,
-            experts_to_copy=experts_to_copy,
-            cu_seqlens=cu_seqlens,
-            zero_fill_ranges=zero_fill_ranges,
-            remote_stats=remote_stats,
-            dst=dst,
-            links=links,
-            status=self._backend.status,
-            key=key,
-        )
+        return Plan.of(tensors, self.dims, self.rank, self._id, self._backend.status, key)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds, by region, and their sum `total`. Symmetric: peers can reach all of them."""

@@ -89,6 +89,13 @@ class Plan:
         """All tensors that the plan owns."""
         return list(self._named_tensors().values())
 
+    @staticmethod
+    def of(tensors: Sequence[Tensor], dims: Dims, rank: int, owner: int, status: Tensor | None, key: int) -> Plan:
+        """A plan from its `tensors()`, in their order."""
+        names = [f.name for f in fields(Plan) if f.type == "Tensor"]
+        parts: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        return Plan(dims=dims, rank=rank, owner=owner, status=status, key=key, **parts)
+
     def _named_tensors(self) -> dict[str, Tensor]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: v for name, v in values.items() if isinstance(v, Tensor) and name != "status"}

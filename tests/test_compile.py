@@ -272,7 +272,7 @@ class Plans:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             results = dispatch(*args, **kwargs)
-            self.storages.append(StorageWeakRef(results[3].links.untyped_storage()))
+            self.storages.append(StorageWeakRef(results[3].arrivals.untyped_storage()))
             return results
 
         monkeypatch.setattr(buffer, "dispatch", watched)

@@ -9,10 +9,10 @@ import typer
 
 from moonep import __version__
 
-COMMANDS = ("doctor", "demo")
+COMMANDS = ("doctor", "demo", "bench")
 
 app = typer.Typer(
-    help="Balanced expert parallelism: look at this machine, and try MoonEP on it.",
+    help="Balanced expert parallelism: look at this machine, try MoonEP on it, and time it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -35,4 +35,5 @@ def _options(
 
 
 for _name in COMMANDS:
-    app.command(_name)(getattr(import_module(f"moonep.cli.{_name}"), _name))
+    _module = import_module(f"moonep.cli.{_name}")
+    app.command(_name, cls=getattr(_module, "COMMAND", None))(getattr(_module, _name))

@@ -40,7 +40,7 @@ ROWS, TOKENS, NOTHING = "rows", "tokens", "nothing"  # what is saved for backwar
 SAVE = (ROWS, TOKENS)
 
 NUM_SAVED = 4  # rows, their route weights, and their products with gate and up
-NUM_PLAN_TENSORS = 8
+NUM_PLAN_TENSORS = 10
 
 _numbers = itertools.count(1)
 _living: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()
@@ -124,7 +124,7 @@ def routed_experts(
         anchor: of `make_anchor`; None: backward only runs when tokens or route weights require grad.
         slot_set: which of the pool's slots.
         save: "rows", "tokens" or "nothing".
-        sizes: R, E, B, C, F: of the outputs.
+        sizes: R, E, B, C, S, F: of the outputs.
 
     Returns:
         output [s, H]; rows [C, H], route weights [C], products with gate and up [C, F], each [0] unless save is
@@ -221,12 +221,12 @@ def _(
     save: str,
     sizes: Sequence[int],
 ) -> tuple[Tensor, ...]:
-    R, E, B, C, F = sizes
-    H = hidden.shape[1]
+    R, E, B, C, S, F = sizes
+    H, (s, K) = hidden.shape[1], route_weights.shape
     saved = [hidden.new_empty(0) for _ in range(NUM_SAVED)]
     if save == ROWS:
         saved = [hidden.new_empty(C, H), route_weights.new_empty(C), hidden.new_empty(C, F), hidden.new_empty(C, F)]
-    plan_shapes = [(R, E), (E, R), (R, B), (E + B,), (E + B, 2), (2,), (topk_experts.numel(),), (C,)]
+    plan_shapes = [(R, E), (E, R), (R, B), (E + B,), (E + B, 2), (2,), (s * K,), (s * min(R, K),), (R,), (R, S, K)]
     plan = [hidden.new_empty(shape, dtype=torch.int32) for shape in plan_shapes]
     return hidden.new_empty(hidden.shape), *saved, *plan, torch.empty((), dtype=torch.int64, device="cpu")
 

@@ -47,7 +47,7 @@ class RoutedExperts:
             raise ValueError(f"pool: given gate {list(shapes['gate'])}, expected [{d.H}, F], as H of the Buffer")
         self.buffer, self.pool = buffer, pool
         self._number, self._anchor = operators.register(self), operators.make_anchor()
-        self._sizes = [d.R, d.E, d.B, d.C, shapes["gate"][1]]
+        self._sizes = [d.R, d.E, d.B, d.C, d.S, shapes["gate"][1]]
         self._plan: Plan | list[Tensor] | None = None
 
     def __call__(

@@ -566,10 +566,11 @@ def _join_world(rank: int, world: _World) -> None:
     os.environ.clear()  # the fork server's, from when it started
     os.environ.update(world.environment_of(rank))
     torch.set_num_threads(world.threads)
-    if "nccl" in world.backend:
-        torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank) if "nccl" in world.backend else None
+    if device is not None:
+        torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", world.port, is_master=False, wait_for_workers=False)
-    dist.init_process_group(world.backend, store=store, rank=rank, world_size=world.size)
+    dist.init_process_group(world.backend, store=store, rank=rank, world_size=world.size, device_id=device)
 
 
 def _perform(task: bytes) -> Any:

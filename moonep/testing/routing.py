@@ -39,7 +39,7 @@ def expert_load(ids: Sequence[torch.Tensor], E: int) -> torch.Tensor:
     return torch.bincount(torch.cat([ids_SK[ids_SK >= 0] for ids_SK in ids]), minlength=E)
 
 
-def uniform(S: int, E: int, K: int, R: int, seed: int) -> list[torch.Tensor]:
+def uniform(S: int, E: int, K: int, R: int, seed: int = 0) -> list[torch.Tensor]:
     """All experts are equally popular: balanced up to the noise of sampling."""
     _check(S, E, K, R)
     return _top_k(_gumbel(S, E, R, seed), torch.zeros(E), K)
@@ -51,7 +51,9 @@ def balanced(S: int, E: int, K: int, R: int) -> list[torch.Tensor]:
     return list((torch.arange(R * S * K) % E).int().view(R, S, K))
 
 
-def lognormal(S: int, E: int, K: int, R: int, maxvio: float, seed: int) -> list[torch.Tensor]:
+def lognormal(
+    S: int, E: int, K: int, R: int, maxvio: float, seed: int, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
     """Expert popularity is lognormal and the same on all ranks, as in a trained router; its spread is set by `maxvio`.
 
     A token's score for expert e is sigma * z_e plus Gumbel noise, and its experts are the K best; sigma is searched
@@ -64,6 +66,7 @@ def lognormal(S: int, E: int, K: int, R: int, maxvio: float, seed: int) -> list[
         R: ranks.
         maxvio: target of `maxvio(ids, E)`, reached within `TOLERANCE`; at most E / K - 1: an expert in every token.
         seed: of popularity and noise.
+        device: where to search; large searches take a second on a CPU. The noise is the same everywhere.
 
     Raises:
         ValueError: if the target is out of reach: above E / K - 1, or below the noise of sampling (use `balanced`).
@@ -74,8 +77,8 @@ def lognormal(S: int, E: int, K: int, R: int, maxvio: float, seed: int) -> list[
     _check(S, E, K, R, S_min=1)
     if not 0 <= maxvio <= E / K - 1:
         raise ValueError(f"maxvio must be between 0 and E / K - 1 = {E / K - 1:.4g}, got {maxvio}")
-    noise = _gumbel(S, E, R, seed)
-    z_E = torch.randn(E, generator=_generator(seed, R))
+    noise = _gumbel(S, E, R, seed, device)
+    z_E = torch.randn(E, generator=_generator(seed, R)).to(device)
     return _search(
         sample=lambda sigma: _top_k(noise, sigma * z_E, K),
         measure=lambda ids: _maxvio(ids, E),
@@ -87,7 +90,14 @@ def lognormal(S: int, E: int, K: int, R: int, maxvio: float, seed: int) -> list[
 
 
 def hot_rank(
-    S: int, E: int, K: int, R: int, imbalance: float, hot_experts: int = 8, seed: int = 0
+    S: int,
+    E: int,
+    K: int,
+    R: int,
+    imbalance: float,
+    hot_experts: int = 8,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> list[torch.Tensor]:
     """A few experts of rank 0 are hot, all others equal: rank 0 gets `imbalance` times the mean.
 
@@ -102,6 +112,7 @@ def hot_rank(
             less if there are fewer hot experts than K; below 1 they are cold.
         hot_experts: the first ones of rank 0 share a bias; at most all L of them.
         seed: of the noise.
+        device: as `lognormal`.
 
     Raises:
         ValueError: if the target is out of reach; the message says what is within.
@@ -112,8 +123,8 @@ def hot_rank(
     L = E // R
     if hot_experts < 1:
         raise ValueError(f"hot_experts must be at least 1, got {hot_experts}")
-    noise = _gumbel(S, E, R, seed)
-    hot_E = (torch.arange(E) < min(hot_experts, L)).float()
+    noise = _gumbel(S, E, R, seed, device)
+    hot_E = (torch.arange(E, device=device) < min(hot_experts, L)).float()
     return _search(
         sample=lambda bias: _top_k(noise, bias * hot_E, K),
         measure=lambda ids: expert_load(ids, E)[:L].sum().item() / (S * K),
@@ -194,9 +205,9 @@ def _generator(seed: int, stream: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 1_000_003 + stream)
 
 
-def _gumbel(S: int, E: int, R: int, seed: int) -> list[torch.Tensor]:
-    """Returns [S, E] float32 for each rank: -log(Exp(1))."""
-    return [torch.empty(S, E).exponential_(generator=_generator(seed, r)).log_().neg_() for r in range(R)]
+def _gumbel(S: int, E: int, R: int, seed: int, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    """Returns [S, E] float32 for each rank: -log(Exp(1)). Drawn on the CPU, so that it is the same on all devices."""
+    return [torch.empty(S, E).exponential_(generator=_generator(seed, r)).log_().neg_().to(device) for r in range(R)]
 
 
 def _top_k(noise: list[torch.Tensor], logits_E: torch.Tensor, K: int) -> list[torch.Tensor]:
@@ -225,7 +236,7 @@ def _search(
         ids = sample(x)
         error = measure(ids) - target
         if abs(error) <= tolerance:
-            return ids
+            return [ids_SK.cpu() for ids_SK in ids]
         if error < 0:
             low, high = (x, error), high and (high[0], high[1] / 2 if last < 0 else high[1])
         else:

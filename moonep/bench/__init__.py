@@ -1,0 +1,18 @@
+"""Benchmarks: `moonep bench` measures, `benchmarks/` compares, summarises and plots.
+
+routings    which router outputs are timed, by name
+settings    what to measure: rows that share one Buffer
+suites      lists of settings: the goals, the figures, a sweep of one's own
+hosts       ranks meet, exchange values and learn of each other's failures, in bounded time
+timing      samples between device events, graphs, the slowest rank
+gate        outputs equal the specification, or no time is told
+operations  what is timed: planning, barrier, dispatch, combine, prefetch, reduce_grad, forward, backward
+weights     expert weights and gradients that can be recomputed, to compare with
+ceilings    what the copy engines and the memory reach
+measure     one rank's part
+run         starts the ranks, keeps the time limit, collects the lines
+results     lines with hardware, versions and commit; files of lines
+goals       the figures to reach, and which lines measure them
+peers       other libraries and hand-written code, behind one interface
+side_by_side  MoonEP and its peers in one process group, in turn
+"""
