@@ -127,9 +127,14 @@ def spoil_each_output() -> list[str]:
     expected = Expected(topks, buffer.dims, 0, torch.device("cpu"), torch.bfloat16, 1)
     layer = Layer(buffer, expected, None, lambda: None)
     messages = []
-    for name in ("rows", "weights", "links", "dst"):
+    for name in ("rows", "weights", "arrivals", "dst"):
         hidden, weights, _, plan = layer._dispatch()
-        target = {"rows": hidden[1], "weights": weights[1:2], "links": plan.links[1:2], "dst": plan.dst[1:2]}[name]
+        target = {
+            "rows": hidden[1],
+            "weights": weights[1:2],
+            "arrivals": plan.arrivals[0, 0, :1],
+            "dst": plan.dst[1:2],
+        }[name]
         target += 1
         try:
             layer._check_dispatched((hidden, weights, None, plan))
@@ -147,10 +152,10 @@ def spoil_each_output() -> list[str]:
 
 
 def test_the_gate_sees_every_kind_of_wrong_output():
-    rows, weights, links, dst, padding = spoil_each_output()
+    rows, weights, arrivals, dst, padding = spoil_each_output()
     assert rows.startswith("rows from rank 0")
     assert weights.startswith("route weights from rank 0")
-    assert links.startswith("links from rank 0")
+    assert arrivals.startswith("arrivals from rank 0")
     assert dst.startswith("plan.dst")
     assert padding.startswith("padding rows")
 

@@ -25,9 +25,9 @@ VECTORS = {"_send_rows_kernel", "_expand_rows_kernel", "_copy_used_kernel", "_pu
 VECTORS |= {"_sum_partials_kernel", "_fill_slots_kernel", "_add_slots_kernel", "_clear_slots_kernel"}
 
 
-def all_launches(d: Dims, dtype: torch.dtype) -> list[Launch]:
+def all_launches(d: Dims, dtype: torch.dtype, movers: str = "portable") -> list[Launch]:
     """Every operation once, recorded."""
-    backend = fake_backend(d, dtype)
+    backend = fake_backend(d, dtype, movers=movers)
     x, ids, weights = torch.zeros(64, d.H, dtype=dtype), torch.zeros(64, d.K, dtype=torch.int32), torch.zeros(64, d.K)
     full, own = torch.zeros(d.G, 4, 8, dtype=torch.bfloat16), torch.zeros(d.L, 4, 8)
     slots, slots_bf16 = torch.zeros(d.R, d.B, 4, 8), torch.zeros(d.R, d.B, 4, 8, dtype=torch.bfloat16)
@@ -59,3 +59,20 @@ def test_every_kernel_compiles_with_wide_accesses_and_system_scope_barriers(size
         if launch.name == "_barrier_kernel":
             assert "sys.release" in ptx and "sys.acquire" in ptx, "signals must order memory for the whole system"
             assert "gpu.release" not in ptx and "gpu.acquire" not in ptx
+
+
+@pytest.mark.parametrize(("size", "arch"), [*product(["R2-E384", "R8-E64-spill-tolerance"], (90, 100))])
+def test_bulk_movers_compile_and_order_memory(size, arch):
+    launches = [launch for launch in all_launches(*SIZES[size], movers="bulk") if launch.kernel.is_gluon()]
+    assert {launch.name for launch in launches} == {"_dispatch_kernel", "_combine_kernel"}
+    assert len(launches) == 4, "dispatch with and without weights and with a plan, combine"
+    for launch in launches:
+        ptx = launch.compile(arch).asm["ptx"]
+        assert "cp.async.bulk.tensor.4d" in ptx
+        assert "sys.release" in ptx and "sys.acquire" in ptx, "flags must order memory for the whole system"
+        assert "fence.proxy.async.global" in ptx, "bulk loads must see what a flag stands for"
+        if launch.name == "_dispatch_kernel":
+            assert "cp.async.bulk.wait_group 0;" in ptx, "a flag must come after the stores, not after their reads"
+        else:
+            assert "st.global.v4.b32" in ptx, "partial sums must be written 16 bytes at a time"
+        assert negated_in_minima_of_three(ptx) == [], launch.name

@@ -125,6 +125,7 @@ class GpuBackend:
         num_sms: int | None,
         num_local_sms: int | None,
         stream_priority: int,
+        kind_of_movers: str | None = None,
     ):
         d = self.dims = dims
         self.dtype, self.peers, self.rank = dtype, peers, peers.rank
@@ -137,7 +138,8 @@ class GpuBackend:
             Region("tokens", (d.R,), torch.int32),
             Region("arriving_weights", (d.R, d.S, d.K), torch.float32),
         ]
-        make_movers = movers.BulkMovers if movers.choose(self.device, d, dtype) == "bulk" else movers.PortableMovers
+        kind_of_movers = kind_of_movers or movers.choose(self.device, d, dtype)
+        make_movers = movers.BulkMovers if kind_of_movers == "bulk" else movers.PortableMovers
         self.layout = Layout([*regions, *make_movers.regions(d), *row_regions(d, dtype)])
         self._views = self._map(memory, timeout_s)
         mine = self._views[self.rank]

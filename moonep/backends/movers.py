@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NAMES = ("bulk", "portable")
 BULK_CAPABILITY = 9
 DEFAULT_SENDERS = 32  # enough for the links; the other multiprocessors copy within the GPU
-INTERPRETER_PROGRAMS = 3
+MULTIPROCESSORS_OF_THE_HOST = 3  # programs, in the interpreter
 
 
 def choose(device: torch.device, dims: Dims, dtype: torch.dtype) -> str:
@@ -45,9 +45,16 @@ def choose(device: torch.device, dims: Dims, dtype: torch.dtype) -> str:
     if asked == "bulk" and not possible:
         raise ValueError(
             f"MOONEP_MOVERS: given 'bulk' on {device} with rows of {dims.H * dtype.itemsize} bytes, expected a GPU of "
-            "capability 9.0 or higher and rows of a multiple of 128 bytes, at most 24576"
+            "capability 9.0 or higher and rows of a multiple of 128 bytes, at most 16384"
         )
     return asked or ("bulk" if possible else "portable")
+
+
+def count_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device."""
+    if device.type != "cuda":
+        return MULTIPROCESSORS_OF_THE_HOST
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,7 @@ class PortableMovers:
 
     def __init__(self, backend: GpuBackend, num_sms: int | None, num_local_sms: int | None):
         self.backend = backend
-        available = INTERPRETER_PROGRAMS
-        if backend.device.type == "cuda":
-            available = torch.cuda.get_device_properties(backend.device).multi_processor_count
+        available = count_multiprocessors(backend.device)
         self.programs = num_sms or available
         self.local_programs = num_local_sms or num_sms or available
 
@@ -128,7 +133,7 @@ class BulkMovers:
         from moonep.kernels import bulk
 
         self.backend = backend
-        available = torch.cuda.get_device_properties(backend.device).multi_processor_count
+        available = count_multiprocessors(backend.device)
         if num_sms is None:
             senders = min(DEFAULT_SENDERS, available // 2)
             copiers = available - senders if num_local_sms is None else num_local_sms

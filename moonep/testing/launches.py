@@ -52,8 +52,9 @@ class Launch:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
 
-        source = ASTSource(
+        source = (GluonASTSource if self.kernel.is_gluon() else ASTSource)(
             fn=self.kernel,
             signature=self.signature,
             constexprs=self.constants,
@@ -92,6 +93,9 @@ def _describe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lau
         value = values[parameter.name]
         if parameter.is_constexpr:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif hasattr(value, "block_shape"):  # a tensor descriptor
+            element = POINTERS[value.base.dtype].removeprefix("*")
+            signature[parameter.name] = f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
         elif isinstance(value, Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
             divisible.append(i)
@@ -110,11 +114,13 @@ class OneProcessMemory(HostMemory):
         return [[HostChunk(n) for _ in range(peers.size)] for n in sizes]
 
 
-def fake_backend(dims: Dims, dtype: torch.dtype, rank: int = 0, num_sms: int = 132) -> GpuBackend:
+def fake_backend(
+    dims: Dims, dtype: torch.dtype, rank: int = 0, num_sms: int = 132, movers: str = "portable"
+) -> GpuBackend:
     """A GPU backend of one rank whose peers do not exist, on memory of the host."""
     nothing = {"all_gather": lambda *_, **__: [b""] * dims.R, "leave_note": lambda *_: None}
     peers: Any = SimpleNamespace(rank=rank, size=dims.R, exchanges=0, **nothing)
-    return GpuBackend(dims, dtype, peers, 60.0, OneProcessMemory(), num_sms, None, 0)
+    return GpuBackend(dims, dtype, peers, 60.0, OneProcessMemory(), num_sms, None, 0, movers)
 
 
 def negated_in_minima_of_three(ptx: str) -> list[str]:
