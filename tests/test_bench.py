@@ -26,7 +26,7 @@ from moonep.bench.measure import measure_setting
 from moonep.bench.operations import OPERATIONS, Layer
 from moonep.bench.peers import PEERS, AllToAll, World
 from moonep.bench.routings import Routing, TraceSizes
-from moonep.bench.settings import EAGER, GRAPH, LOCAL_ALL, STRICT, Case, Options, Setting
+from moonep.bench.settings import EAGER, GRAPH, STRICT, Case, Options, Setting
 from moonep.bench.side_by_side import Comparison
 from moonep.bench.timing import Stopwatch, quantiles
 from moonep.testing.ranks import send
@@ -272,8 +272,7 @@ def test_adverse_routing_heats_all_experts_of_a_rank():
 # Suites and goals.
 
 
-def test_the_goals_suite_measures_every_goal(monkeypatch):
-    monkeypatch.setattr(suites, "budgets", lambda: (LOCAL_ALL, STRICT))
+def test_the_goals_suite_measures_every_goal():
     settings = suites.goals()
     lines = []
     for setting in settings:

@@ -124,6 +124,16 @@ class Expected:
         if weights_C is not None:
             check_equal("padding rows' weights", weights_C[padding], torch.zeros(len(padding)))
 
+    def check_primaries(self, rows_CH: Tensor, variant: int) -> None:
+        """The row of each peer's token that travelled."""
+        for source in range(self.dims.R):
+            rank_sK, row_sK, primary_sK = decode_dst(self.dst[source], self.dims)
+            token, k = ((rank_sK == self.rank) & primary_sK & (source != self.rank)).nonzero(as_tuple=True)
+            payload = self.tokens(source, variant)
+            for at in range(0, len(token), 8192):
+                row, of = row_sK[token, k][at : at + 8192].to(self.device), token[at : at + 8192].to(self.device)
+                check_equal(f"primaries from rank {source}", rows_CH[row], payload[of])
+
     def combined(self, factor: Factor | None, variant: int) -> Tensor:
         """[s, H]: the sum of a token's rows when each row is the token times `factor(rank, row)`.
 

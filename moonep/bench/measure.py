@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -58,17 +57,12 @@ def choose_device(backend: str, rank: int) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def budget_arguments(sms: int | None, budget: str) -> dict[str, Any]:
-    """How a Buffer is told which kernels keep to `sms` SMs.
+ALL_OTHERS = 1 << 16  # more SMs than there are
 
-    Raises:
-        ValueError: this version cannot let kernels that only touch the rank's memory use more.
-    """
-    has_local = "num_local_sms" in inspect.signature(moonep.Buffer).parameters
-    if budget == LOCAL_ALL and not has_local:
-        raise ValueError("budget: given 'local_all', expected a Buffer with num_local_sms, which this version lacks")
-    local = {"num_local_sms": None if budget == LOCAL_ALL else sms} if has_local else {}
-    return {"num_sms": sms, **local}
+
+def budget_arguments(sms: int | None, budget: str) -> dict[str, Any]:
+    """How a Buffer is told what keeps to `sms` SMs: everything, or what crosses to other ranks."""
+    return {"num_sms": sms, "num_local_sms": ALL_OTHERS if budget == LOCAL_ALL else None}
 
 
 def _say_nothing(line: Line) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,14 @@ import moonep
 from moonep.bench.gate import Expected, row_factor
 from moonep.bench.hosts import Unavailable
 from moonep.bench.weights import Weights, expert_bytes
+from moonep.plan import NO_ARRIVAL
 
 TOKENS, GRADIENTS = 0, 1  # variants of the payload
 BARRIERS, PLANS = 50, 10  # calls in one graph: a launch of a graph costs more than such an operation
 
-WITHOUT_WEIGHTS = ("plan", "barrier", "dispatch", "dispatch_with_plan", "combine", "dispatch_combine", "dispatch_host")
+WITHOUT_WEIGHTS = (
+    *("plan", "barrier", "dispatch", "dispatch_with_plan", "send_only", "combine", "dispatch_combine", "dispatch_host"),
+)
 WITH_WEIGHTS = ("prefetch", "reduce_grad", "forward", "backward")
 OPERATIONS = (*WITHOUT_WEIGHTS, *WITH_WEIGHTS)
 
@@ -155,6 +158,22 @@ class Layer:
             lambda: self._poison("gradient"),
             lambda output: self.expected.check_rows(output[0], None, None, GRADIENTS),
             *self._dispatch_bytes(),
+        )
+
+    def _op_send_only(self) -> Operation:
+        """Dispatch with a plan that copies nothing within a rank: what crosses the links, alone."""
+        plan = replace(
+            self.plan,
+            arrivals=torch.full_like(self.plan.arrivals, NO_ARRIVAL),
+            zero_fill_ranges=torch.zeros_like(self.plan.zero_fill_ranges),
+        )
+        _, physical = self._dispatch_bytes()
+        return Operation(
+            lambda: self.buffer.dispatch(self.grad, plan=plan, zero_copy=True),
+            lambda: self._poison("gradient"),
+            lambda output: self.expected.check_primaries(output[0], GRADIENTS),
+            physical,
+            physical,
         )
 
     def _op_combine(self) -> Operation:

@@ -86,10 +86,7 @@ class MoonEP:
 
     def __init__(self, world: World, budget: str):
         w, self.budget = world, budget
-        try:
-            sms = budget_arguments(w.sms, budget)
-        except ValueError as error:
-            raise Unavailable(str(error)) from None
+        sms = budget_arguments(w.sms, budget)
         self.buffer = moonep.Buffer(
             w.S,
             w.H,

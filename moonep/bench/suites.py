@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from moonep.bench.measure import budget_arguments
 from moonep.bench.operations import OPERATIONS, WITH_WEIGHTS
 from moonep.bench.routings import Routing, TraceSizes
 from moonep.bench.settings import EAGER, GRAPH, LOCAL_ALL, STRICT, Case, Setting
@@ -40,22 +39,13 @@ class Sweep:
     token_padding: int = 128
     cold: bool = False
     seed: int = 1
-    budgets: Sequence[str] = field(default_factory=lambda: budgets())
+    budgets: Sequence[str] = (LOCAL_ALL, STRICT)
 
     def synthetic(self) -> list[Routing]:
         """The routings that do not come from a file."""
         kinds = (("lognormal", self.maxvio), ("hot_rank", self.imbalance), ("adverse", self.adverse))
         swept = [Routing(kind, value, self.seed) for kind, values in kinds for value in values]
         return swept + [Routing(name, seed=self.seed) for name in self.routings]
-
-
-def budgets() -> tuple[str, ...]:
-    """The ways to count SMs that this version's Buffer has, the one of the headlines first."""
-    try:
-        budget_arguments(1, LOCAL_ALL)
-    except ValueError:
-        return (STRICT,)
-    return (LOCAL_ALL, STRICT)
 
 
 def sweep(chosen: Sweep, R: int) -> list[Setting]:
@@ -96,7 +86,7 @@ def _trace(one: Setting, path: str, operations: tuple[str, ...], chosen: Sweep, 
 
 def goals(seed: int = 1) -> list[Setting]:
     """All that `moonep.bench.goals` needs, in few minutes on two GPUs. The most important first."""
-    headline = budgets()[0]
+    headline = LOCAL_ALL
     balanced = Routing("hot_rank", 1.0, seed)
     hot = [Routing("hot_rank", value, seed) for value in IMBALANCES[1:]]
     popular = [Routing("lognormal", value, seed) for value in MAXVIOS]
@@ -112,12 +102,8 @@ def goals(seed: int = 1) -> list[Setting]:
             *(Case(r, few) for r in [*hot, *popular, adverse]),
         ),
     )
-    few_sms = replace(large, sms=FEW_SMS, ceilings=True, cases=(Case(balanced, MOVERS),))
-    strict = [
-        replace(large, sms=sms, budget=STRICT, cases=(Case(balanced, MOVERS),))
-        for sms in (MANY_SMS, FEW_SMS)
-        if headline != STRICT
-    ]
+    few_sms = replace(large, sms=FEW_SMS, ceilings=True, cases=(Case(balanced, (*MOVERS, "send_only")),))
+    strict = [replace(large, sms=sms, budget=STRICT, cases=(Case(balanced, MOVERS),)) for sms in (MANY_SMS, FEW_SMS)]
     decode = [
         Setting(
             S=DECODE_CAPACITY, H=7168, K=8, E=384, sms=MANY_SMS, budget=headline, balance=balance,
@@ -142,11 +128,12 @@ def goals(seed: int = 1) -> list[Setting]:
 
 def figures(seed: int = 1) -> list[Setting]:
     """Bandwidth against SMs and time against tokens, for the plots."""
-    headline = budgets()[0]
+    headline = LOCAL_ALL
     balanced = Routing("hot_rank", 1.0, seed)
     large = Setting(S=8192, H=7168, K=8, E=384, sms=MANY_SMS, budget=headline, cases=())
     by_sms = [
-        replace(large, sms=sms, ceilings=sms == 8, cases=(Case(balanced, MOVERS),)) for sms in (8, 16, 24, 32, 64)
+        replace(large, sms=sms, ceilings=sms == 8, cases=(Case(balanced, (*MOVERS, "send_only")),))
+        for sms in (8, 16, 24, 32, 64)
     ]
     by_tokens = [
         replace(large, S=s, cases=(Case(Routing("uniform", seed=seed), ("dispatch", "combine"), (GRAPH, EAGER)),))
