@@ -651,9 +651,13 @@ def hurried_training_replays(iterations: int, save: str) -> int:
         return {name: tensor.detach().clone() for name, tensor in results.items()}
 
     wants = []
-    for i in range(len(batches)):
-        give(i)
-        wants.append(copies(run()))
+    side = torch.cuda.Stream()  # a graph cannot wait for the default stream, where leaves accumulate that began there
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(len(batches)):
+            give(i)
+            wants.append(copies(run()))
+    torch.cuda.current_stream().wait_stream(side)
     graph, results = capture(run, delays)
     seen = []
     for i in range(iterations):

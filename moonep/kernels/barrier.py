@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep.environment import interpreting
+from moonep.kernels.launch import launch
 
 TIMEOUT, REFUSED, FAILED, OTHER_OPERATION, BAD_ID, BAD_COUNT = range(1, 7)
 PEER_SHIFT, OPERATION_SHIFT, THEIRS_SHIFT = 4, 12, 20
@@ -168,9 +169,12 @@ def barrier(s: Signals, rank: int, R: int, operation: int, number: int, limit: i
         number: of the operation among this rank's; -1: unknown (inside a captured graph).
         limit: nanoseconds to wait; in the interpreter, spins.
     """
-    _barrier_kernel[(1,)](
-        s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status,
-        rank, operation, number, limit,
+    launch(
+        _barrier_kernel, (1,),
+        (
+            s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank, operation,
+            number, limit,
+        ),
         R=R, RP=triton.next_power_of_2(R), NF=NUM_FAULTS, TIMER=not interpreting(), num_warps=1,
     )  # fmt: skip
 

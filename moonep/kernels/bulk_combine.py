@@ -21,6 +21,7 @@ from moonep.kernels import bulk
 from moonep.kernels.barrier import Signals
 from moonep.kernels.bulk import MAX_CHUNKS_, PHASE, RowShape, await_flag, count_sender, end_launch, raise_flag
 from moonep.kernels.bulk_dispatch import ROW, _load_entries
+from moonep.kernels.launch import launch
 from moonep.plan import ARRIVAL_SHIFT, INT32_MIN
 
 TEAMS = gl.constexpr(2)
@@ -411,13 +412,18 @@ def sum_rows(
     piece = PieceShape(RowShape(H, rows.itemsize))
     vector = 16 // rows.itemsize
     gather = weights is not None
-    _combine_kernel[(senders + finishers + gather,)](
-        bulk.describe_rows(rows, 1, 0, C, piece.inner, piece.outer), arrivals, tokens, dst if s else tokens,
-        sends if s else tokens, staging, staging_stride, output if s else staging,
-        signals.faults if weights is None else weights, weights_stride,
-        signals.faults if route_weights is None or not s else route_weights, arrived.flags, arrived.flags_stride,
-        arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status, signals.host_status,
-        rank, *waiting, HAS_WEIGHTS=int(gather), N=senders, M=finishers, R=R, S=S, K=K, W=W, C=C, H=H,
+    launch(
+        _combine_kernel, (senders + finishers + gather,),
+        (
+            bulk.describe_rows(rows, 1, 0, C, piece.inner, piece.outer), arrivals, tokens, dst if s else tokens,
+            sends if s else tokens, staging, staging_stride, output if s else staging,
+            signals.faults if weights is None else weights, weights_stride,
+            signals.faults if route_weights is None or not s else route_weights, arrived.flags, arrived.flags_stride,
+            arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status,
+            signals.host_status, rank, *waiting,
+        ),
+        HAS_WEIGHTS=int(gather), N=senders, M=finishers, R=R, S=S, K=K, W=W, C=C, H=H,
         CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), SLOTS=piece.slots, PIECES=piece.pieces, OUTER=piece.outer,
-        INNER=piece.inner, VECTOR=vector, LANES=min(32, piece.inner // vector), WARPS=TEAM_WARPS, num_warps=TEAM_WARPS,
+        INNER=piece.inner, VECTOR=vector, LANES=min(32, piece.inner // vector), WARPS=TEAM_WARPS,
+        num_warps=TEAM_WARPS,
     )  # fmt: skip

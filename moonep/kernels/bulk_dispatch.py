@@ -30,6 +30,7 @@ from moonep.kernels.bulk import (
     has_arrived,
     raise_flag,
 )  # fmt: skip
+from moonep.kernels.launch import launch
 from moonep.plan import ARRIVAL_ROW, NO_ARRIVAL
 
 TEAMS = gl.constexpr(4)  # warps of a program
@@ -478,12 +479,16 @@ def move_rows(
     stages = min(MAX_STAGES, (bulk.SHARED_BYTES // shape.block_bytes - 1) // TEAMS.value)
     own = bulk.describe_rows(hidden if s else rows, 1, 0, s, shape.inner, shape.block)
     every = bulk.describe_rows(rows, R, rows_stride, C, shape.inner, shape.block)
-    _dispatch_kernel[(senders + copiers,)](
-        own, every, sends if s else fill, weights, fill, arriving, arriving if arrivals is None else arrivals,
-        weights if arriving_weights is None else arriving_weights, tokens, arrived.flags, arrived.flags_stride,
-        arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status, signals.host_status,
-        rank, *waiting, FRESH=arrivals is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=R,
-        S=S, K=K, W=min(R, K), C=C, G=fill.shape[0], PP=max(128, triton.next_power_of_2(P)),
+    launch(
+        _dispatch_kernel, (senders + copiers,),
+        (
+            own, every, sends if s else fill, weights, fill, arriving, arriving if arrivals is None else arrivals,
+            weights if arriving_weights is None else arriving_weights, tokens, arrived.flags, arrived.flags_stride,
+            arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status,
+            signals.host_status, rank, *waiting,
+        ),
+        FRESH=arrivals is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=R, S=S, K=K,
+        W=min(R, K), C=C, G=fill.shape[0], PP=max(128, triton.next_power_of_2(P)),
         CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), STAGES=stages, BLOCK=shape.block, INNER=shape.inner,
         WAIT=bulk.waiting_for(min(R, K)), num_warps=4,
     )  # fmt: skip

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep.kernels.constants import ARRIVAL_ROW, NO_ARRIVAL
+from moonep.kernels.launch import launch
 
 WIDTH_PER_PROGRAM = 4096
 
@@ -158,8 +159,20 @@ def send_weights(
     """Write route weights [s, K] fp32 to every rank: weights [R, S, K] of rank 0, elements to the next rank's."""
     count = route_weights.numel()
     if count:
-        _send_weights_kernel[(triton.cdiv(count, 1024),)](
-            route_weights, status, weights, weights_stride, count, rank, R=R, SK=weights[0].numel(), BA=1024
+        launch(
+            _send_weights_kernel,
+            (triton.cdiv(count, 1024),),
+            (
+                route_weights,
+                status,
+                weights,
+                weights_stride,
+                count,
+                rank,
+            ),
+            R=R,
+            SK=weights[0].numel(),
+            BA=1024,
         )
 
 

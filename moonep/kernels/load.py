@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep.kernels.barrier import NUM_FAULTS, Signals, arrive
+from moonep.kernels.launch import launch
 
 BLOCK = 128  # assignments of a block, padding of K to a power of two included
 PUBLISHED = 2048  # counts that a program takes
@@ -87,17 +88,23 @@ def count_load(
     """
     num_blocks, NB = triton.cdiv(topk.shape[0], block_tokens(K)), blocks.counts.shape[1]
     if num_blocks:
-        _count_blocks_kernel[(num_blocks,)](
-            topk, blocks.counts, s.host_status, topk.shape[0],
+        launch(
+            _count_blocks_kernel, (num_blocks,),
+            (
+                topk, blocks.counts, s.host_status, topk.shape[0],
+            ),
             NB=NB, E=E, K=K, KP=triton.next_power_of_2(K), TB=block_tokens(K),
         )  # fmt: skip
     NBP = triton.next_power_of_2(NB)
     BE = max(1, min(PUBLISHED // NBP, 16))
     programs = triton.cdiv(E, BE)
-    _publish_load_kernel[(programs,)](
-        blocks.counts, blocks.before, blocks.ticket, load, load_stride, tokens, tokens_stride,
-        blocks.ticket if given is None else given, s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch,
-        s.status, s.host_status, topk.shape[0], num_blocks, programs, rank, operation,
+    launch(
+        _publish_load_kernel, (programs,),
+        (
+            blocks.counts, blocks.before, blocks.ticket, load, load_stride, tokens, tokens_stride,
+            blocks.ticket if given is None else given, s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch,
+            s.status, s.host_status, topk.shape[0], num_blocks, programs, rank, operation,
+        ),
         NB=NB, NBP=NBP, E=E, BE=BE, R=R, RP=triton.next_power_of_2(R), NF=NUM_FAULTS, CHECK=given is not None,
     )  # fmt: skip
 

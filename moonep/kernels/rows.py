@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moonep.dims import Dims
 from moonep.kernels.constants import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
+from moonep.kernels.launch import launch
 from moonep.kernels.load import Blocks, block_tokens
 from moonep.kernels.solve import Solution, chosen
 
@@ -270,9 +271,12 @@ class PlanTensors:
 def lay_groups(solution: Solution, status: Tensor, tables: Tables, plan: PlanTensors, rank: int, dims: Dims) -> None:
     """Slots, group bases and allocation of every rank; offsets and padding of this one. Grid: R."""
     d = dims
-    _lay_groups_kernel[(d.R,)](
-        solution.cost, solution.left, solution.given, solution.donor, status, plan.alloc, tables.base,
-        plan.experts_to_copy, tables.sizes, plan.cu_seqlens, plan.zero_fill_ranges, plan.remote_stats, rank,
+    launch(
+        _lay_groups_kernel, (d.R,),
+        (
+            solution.cost, solution.left, solution.given, solution.donor, status, plan.alloc, tables.base,
+            plan.experts_to_copy, tables.sizes, plan.cu_seqlens, plan.zero_fill_ranges, plan.remote_stats, rank,
+        ),
         E=d.E, R=d.R, L=d.L, LP=triton.next_power_of_2(d.L), B=d.B, BP=triton.next_power_of_2(max(d.B, 1)),
         GP=triton.next_power_of_2(d.G), P=d.P, MODES=1 if d.balance.exact else 2,
     )  # fmt: skip
@@ -285,9 +289,12 @@ def split_sources(
     d = dims
     RP = triton.next_power_of_2(d.R)
     BE = max(1024 // RP, 16)
-    _split_sources_kernel[(triton.cdiv(d.E, BE),)](
-        load, tokens, plan.alloc, tables.base, plan.experts_to_copy, status, plan.load, plan.tokens, tables.first,
-        tables.row, plan.remote_stats, rank,
+    launch(
+        _split_sources_kernel, (triton.cdiv(d.E, BE),),
+        (
+            load, tokens, plan.alloc, tables.base, plan.experts_to_copy, status, plan.load, plan.tokens, tables.first,
+            tables.row, plan.remote_stats, rank,
+        ),
         E=d.E, R=d.R, RP=RP, L=d.L, B=d.B, RBP=min(triton.next_power_of_2(max(d.R * d.B, 1)), 1024), BE=BE,
     )  # fmt: skip
 
@@ -303,9 +310,12 @@ def assign_rows(
     tokens = block_tokens(d.K)
     if topk.shape[0] == 0:
         return
-    _assign_rows_kernel[(triton.cdiv(topk.shape[0], tokens),)](
-        topk, weights if route_weights is None else route_weights, tables.blocks.before, tables.first, tables.row,
-        status, plan.dst, plan.sends, arrivals, arrivals_stride, weights, weights_stride, topk.shape[0], rank, E=d.E,
-        NB=tables.blocks.before.shape[1], R=d.R, K=d.K, KP=triton.next_power_of_2(d.K), TB=tokens, C=d.C, S=d.S, W=d.W,
-        HAS_WEIGHTS=route_weights is not None,
+    launch(
+        _assign_rows_kernel, (triton.cdiv(topk.shape[0], tokens),),
+        (
+            topk, weights if route_weights is None else route_weights, tables.blocks.before, tables.first, tables.row,
+            status, plan.dst, plan.sends, arrivals, arrivals_stride, weights, weights_stride, topk.shape[0], rank,
+        ),
+        E=d.E, NB=tables.blocks.before.shape[1], R=d.R, K=d.K, KP=triton.next_power_of_2(d.K), TB=tokens, C=d.C,
+        S=d.S, W=d.W, HAS_WEIGHTS=route_weights is not None,
     )  # fmt: skip
