@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep.environment import interpreting
-from moonep.kernels.launch import launch
+from moonep.kernels.launch import launch, varying
 
 TIMEOUT, REFUSED, FAILED, OTHER_OPERATION, BAD_ID, BAD_COUNT = range(1, 7)
 PEER_SHIFT, OPERATION_SHIFT, THEIRS_SHIFT = 4, 12, 20
@@ -175,6 +175,7 @@ def barrier(s: Signals, rank: int, R: int, operation: int, number: int, limit: i
             s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank, operation,
             number, limit,
         ),
+        varying(limit),
         R=R, RP=triton.next_power_of_2(R), NF=NUM_FAULTS, TIMER=not interpreting(), num_warps=1,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from moonep.kernels import bulk
 from moonep.kernels.barrier import Signals
 from moonep.kernels.bulk import MAX_CHUNKS_, PHASE, RowShape, await_flag, count_sender, end_launch, raise_flag
 from moonep.kernels.bulk_dispatch import ROW, _load_entries
-from moonep.kernels.launch import launch
+from moonep.kernels.launch import launch, varying
 from moonep.plan import ARRIVAL_SHIFT, INT32_MIN
 
 TEAMS = gl.constexpr(2)
@@ -422,6 +422,7 @@ def sum_rows(
             arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status,
             signals.host_status, rank, *waiting,
         ),
+        varying(waiting[2]),
         HAS_WEIGHTS=int(gather), N=senders, M=finishers, R=R, S=S, K=K, W=W, C=C, H=H,
         CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), SLOTS=piece.slots, PIECES=piece.pieces, OUTER=piece.outer,
         INNER=piece.inner, VECTOR=vector, LANES=min(32, piece.inner // vector), WARPS=TEAM_WARPS,

@@ -30,7 +30,7 @@ from moonep.kernels.bulk import (
     has_arrived,
     raise_flag,
 )  # fmt: skip
-from moonep.kernels.launch import launch
+from moonep.kernels.launch import launch, varying
 from moonep.plan import ARRIVAL_ROW, NO_ARRIVAL
 
 TEAMS = gl.constexpr(4)  # warps of a program
@@ -487,6 +487,7 @@ def move_rows(
             arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status,
             signals.host_status, rank, *waiting,
         ),
+        varying(waiting[2]),
         FRESH=arrivals is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=R, S=S, K=K,
         W=min(R, K), C=C, G=fill.shape[0], PP=max(128, triton.next_power_of_2(P)),
         CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), STAGES=stages, BLOCK=shape.block, INNER=shape.inner,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep.kernels.constants import ARRIVAL_ROW, NO_ARRIVAL
-from moonep.kernels.launch import launch
+from moonep.kernels.launch import launch, varying
 
 WIDTH_PER_PROGRAM = 4096
 
@@ -160,20 +160,10 @@ def send_weights(
     count = route_weights.numel()
     if count:
         launch(
-            _send_weights_kernel,
-            (triton.cdiv(count, 1024),),
-            (
-                route_weights,
-                status,
-                weights,
-                weights_stride,
-                count,
-                rank,
-            ),
-            R=R,
-            SK=weights[0].numel(),
-            BA=1024,
-        )
+            _send_weights_kernel, (triton.cdiv(count, 1024),),
+            (route_weights, status, weights, weights_stride, count, rank), varying(route_weights),
+            R=R, SK=weights[0].numel(), BA=1024,
+        )  # fmt: skip
 
 
 def expand_rows(rows: Tensor, arrivals: Tensor, tokens: Tensor, status: Tensor, num_programs: int) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep.kernels.barrier import NUM_FAULTS, Signals, arrive
-from moonep.kernels.launch import launch
+from moonep.kernels.launch import launch, varying
 
 BLOCK = 128  # assignments of a block, padding of K to a power of two included
 PUBLISHED = 2048  # counts that a program takes
@@ -93,6 +93,7 @@ def count_load(
             (
                 topk, blocks.counts, s.host_status, topk.shape[0],
             ),
+            varying(topk),
             NB=NB, E=E, K=K, KP=triton.next_power_of_2(K), TB=block_tokens(K),
         )  # fmt: skip
     NBP = triton.next_power_of_2(NB)
@@ -105,6 +106,7 @@ def count_load(
             blocks.ticket if given is None else given, s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch,
             s.status, s.host_status, topk.shape[0], num_blocks, programs, rank, operation,
         ),
+        varying(given),
         NB=NB, NBP=NBP, E=E, BE=BE, R=R, RP=triton.next_power_of_2(R), NF=NUM_FAULTS, CHECK=given is not None,
     )  # fmt: skip
 

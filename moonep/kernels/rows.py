@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moonep.dims import Dims
 from moonep.kernels.constants import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
-from moonep.kernels.launch import launch
+from moonep.kernels.launch import launch, varying
 from moonep.kernels.load import Blocks, block_tokens
 from moonep.kernels.solve import Solution, chosen
 
@@ -316,6 +316,7 @@ def assign_rows(
             topk, weights if route_weights is None else route_weights, tables.blocks.before, tables.first, tables.row,
             status, plan.dst, plan.sends, arrivals, arrivals_stride, weights, weights_stride, topk.shape[0], rank,
         ),
+        varying(topk, route_weights),
         E=d.E, NB=tables.blocks.before.shape[1], R=d.R, K=d.K, KP=triton.next_power_of_2(d.K), TB=tokens, C=d.C,
         S=d.S, W=d.W, HAS_WEIGHTS=route_weights is not None,
     )  # fmt: skip
