@@ -162,8 +162,22 @@ Named = Iterator[tuple[str, Any]]
 def run_case(backend: str, name: str, R: int, topk: Tensor, other: Tensor) -> dict[str, Any]:
     """All steps of a case on this rank."""
     topks = on_device((topk, other), use_device(backend))
-    with poisoned_allocators():
+    with poisoned_allocators(), movers_for(backend, name, R):
         return {key: on_device(value, CPU) for key, value in steps(backend, BY_NAME[name], R, *topks)}
+
+
+# Cases in which ranks that share a GPU move rows by bulk copies, too. Their kernels wait for peers, and GPUs that are
+# shared take turns of milliseconds: all cases would take an hour.
+BULK_ON_SHARED_GPUS = {"balanced", "ragged", "hot-home", "float32-wide", "wide-rows-4"}
+
+
+@contextmanager
+def movers_for(backend: str, name: str, R: int) -> Iterator[None]:
+    shared = backend == "cuda" and torch.cuda.device_count() < R
+    with pytest.MonkeyPatch.context() as patch:
+        if shared and name not in BULK_ON_SHARED_GPUS:
+            patch.setenv("MOONEP_MOVERS", "portable")
+        yield
 
 
 def make_buffer(backend: str, case: Case, R: int, group: dist.ProcessGroup | None = None) -> Buffer:
