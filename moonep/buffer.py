@@ -132,6 +132,7 @@ class Buffer:
         self.dtype = dtype
         self.backend: str = agreed["backend"]
         self.explicitly_destroy = explicitly_destroy
+        self._num_sms = num_sms
         self.destroyed = False
         self.serial = peers.exchanges
         self._id = next(_buffer_ids)
@@ -310,7 +311,7 @@ class Buffer:
             self._check_plan(plan)
             self._check_pool(pool, slot_set)
             with self._backend.run(async_finish, plan.tensors()):
-                pool.fill_slots(plan, slot_set, force)
+                pool.fill_slots(plan, slot_set, force, num_sms=self._num_sms)
         return self._backend.event(async_finish)
 
     @torch.no_grad()
@@ -334,10 +335,10 @@ class Buffer:
             barrier = self._backend.barrier
             with self._backend.run(async_finish, [*weights.values(), *plan.tensors()]):
                 if pulled:
-                    move_weights(pulled, plan)
+                    move_weights(pulled, plan, self._num_sms)
                 if pushed:
                     barrier.wait()  # peers have used what their slots held
-                    move_weights(pushed, plan)
+                    move_weights(pushed, plan, self._num_sms)
                     barrier.wait()  # all slots are written
         return self._backend.event(async_finish)
 
@@ -401,9 +402,9 @@ class Buffer:
                 "a redundant expert without a slot has no place for its gradient"
             )
         self._backend.barrier.wait()  # peers have written the gradients of their slots
-        add_gradients(reductions, plan)
+        add_gradients(reductions, plan, self._num_sms)
         self._backend.barrier.wait()  # peers have read this rank's slots
-        clear_gradients(reductions, plan)
+        clear_gradients(reductions, plan, self._num_sms)
 
     def barrier(self) -> None:
         """Wait for all ranks (on CUDA: the stream waits). What a rank wrote before is visible to all after it."""

@@ -344,7 +344,14 @@ class ExpertPool:
         buffers = {name: slots.reduce_buffer for name, slots in self._slots[slot_set].items()}
         return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
-    def fill_slots(self, plan: Plan, slot_set: int, force: bool = False, check_updates: bool = True) -> None:
+    def fill_slots(
+        self,
+        plan: Plan,
+        slot_set: int,
+        force: bool = False,
+        check_updates: bool = True,
+        num_sms: int | None = None,
+    ) -> None:
         """Copy the weights that `plan` wants into the slots, unless they are there.
 
         Args:
@@ -363,7 +370,7 @@ class ExpertPool:
             for name in stale:
                 self._slots[slot_set][name].holder = None
             full = [self._views[slot_set][name].full for name in stale]
-            move_weights([SlotWeights(f, f[self.E :]) for f in full], plan)
+            move_weights([SlotWeights(f, f[self.E :]) for f in full], plan, num_sms)
             for name in stale:
                 self._slots[slot_set][name].holder = holder
 

@@ -42,7 +42,7 @@ class SlotReduction:
     slots: Tensor
 
 
-def move_weights(moves: Sequence[SlotWeights], plan: Plan) -> None:
+def move_weights(moves: Sequence[SlotWeights], plan: Plan, num_sms: int | None = None) -> None:
     """Copy weights into slots: all of them pulled, or all pushed.
 
     Args:
@@ -55,7 +55,7 @@ def move_weights(moves: Sequence[SlotWeights], plan: Plan) -> None:
 
         push = moves[0].pushed
         table = kernels.weights_table([m.weights for m in moves], [m.slots for m in moves], push)
-        kernels.fill_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, push)
+        kernels.fill_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, push, _programs(plan, num_sms))
         return
     for r, b, e in _used_slots(plan):
         for move in moves:
@@ -65,7 +65,7 @@ def move_weights(moves: Sequence[SlotWeights], plan: Plan) -> None:
                 move.slots[b].copy_(move.weights[e])
 
 
-def add_gradients(reductions: Sequence[SlotReduction], plan: Plan) -> None:
+def add_gradients(reductions: Sequence[SlotReduction], plan: Plan, num_sms: int | None = None) -> None:
     """Add the slots that hold own experts to their gradients: ascending (rank, slot), in fp32, rounded once."""
     d = plan.dims
     if plan.status is not None:
@@ -74,7 +74,7 @@ def add_gradients(reductions: Sequence[SlotReduction], plan: Plan) -> None:
         for dtype in {r.own.dtype for r in reductions}:
             some = [r for r in reductions if r.own.dtype == dtype]
             table = kernels.gradients_table([r.own for r in some], [r.slots for r in some])
-            kernels.add_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, dtype)
+            kernels.add_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, dtype, _programs(plan, num_sms))
         return
     for reduction in reductions:
         sums: dict[int, Tensor] = {}
@@ -88,18 +88,25 @@ def add_gradients(reductions: Sequence[SlotReduction], plan: Plan) -> None:
                 reduction.own[e % d.L].copy_(total)
 
 
-def clear_gradients(reductions: Sequence[SlotReduction], plan: Plan) -> None:
+def clear_gradients(reductions: Sequence[SlotReduction], plan: Plan, num_sms: int | None = None) -> None:
     """Zero the slots of this rank that were read."""
     if plan.status is not None:
         from moonep.kernels import weights as kernels
 
         table = kernels.gradients_table([r.own for r in reductions], [r.slots for r in reductions])
-        kernels.clear_slots(table, plan.experts_to_copy, plan.status, plan.rank)
+        kernels.clear_slots(table, plan.experts_to_copy, plan.status, plan.rank, _programs(plan, num_sms))
         return
     for r, b, _ in _used_slots(plan):
         if r == plan.rank:
             for reduction in reductions:
                 reduction.slots[r, b].zero_()
+
+
+def _programs(plan: Plan, num_sms: int | None) -> int:
+    """One program a multiprocessor: `num_sms`, or all."""
+    from moonep.backends.movers import count_multiprocessors
+
+    return num_sms or count_multiprocessors(plan.dst.device)
 
 
 def _used_slots(plan: Plan) -> list[tuple[int, int, int]]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from moonep.environment import interpreting
 from moonep.kernels.rounding import round_to
 
-PIECE = 2048  # units of a row that a program moves at once: 32-bit words, elements, or bytes if not aligned
+PIECE = 8192  # units of a row that a program moves at once: 32-bit words, elements, or bytes if not aligned
+WARPS = 16  # much of a piece is on its way at once, so that few programs fill a link
 # Columns of the table.
 SOURCE, TARGET = tl.constexpr(0), tl.constexpr(1)
 SOURCE_STRIDE, TARGET_STRIDE, RANK_STRIDE = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
@@ -38,105 +39,120 @@ def _entry_of(table, piece, num_tables, NC: tl.constexpr):
     return entry
 
 
-@triton.jit(do_not_specialize=["rank", "num_tables"])
+@triton.jit(do_not_specialize=["rank", "num_tables", "pieces", "num_programs"])
 def _fill_slots_kernel(
-    table, experts_to_copy, status, rank, num_tables, R: tl.constexpr, B: tl.constexpr, L: tl.constexpr,
-    PUSH: tl.constexpr, BW: tl.constexpr, NC: tl.constexpr, ALIGNED: tl.constexpr,
+    table, experts_to_copy, status, rank, num_tables, pieces, num_programs,
+    R: tl.constexpr, B: tl.constexpr, RBP: tl.constexpr, L: tl.constexpr, PUSH: tl.constexpr, BW: tl.constexpr,
+    NC: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, slot): copy one piece of an expert's row into a slot, if the slot is used (and from here)."""
+    """Program p: every num_programs-th piece of each slot that is used here (or, if pushed, filled from here)."""
     if tl.load(status) != 0:
         return
-    slot = tl.program_id(1)
-    expert = tl.load(experts_to_copy + slot)
-    r, b = slot // B, slot % B
+    i = tl.arange(0, RBP)
+    experts = tl.load(experts_to_copy + i, mask=i < R * B, other=-1)
     if PUSH:
-        wanted = (expert >= 0) & (expert // L == rank)
+        wanted = (experts >= 0) & (experts // L == rank)
     else:
-        wanted = (expert >= 0) & (r == rank)
-    if wanted:
-        piece = tl.program_id(0)
-        entry = _entry_of(table, piece, num_tables, NC)
+        wanted = (experts >= 0) & (i // B == rank)
+    slot = tl.min(tl.where(wanted, i, RBP), 0)
+    while slot < RBP:
+        expert = tl.sum(tl.where(i == slot, experts, 0), 0)
+        r, b = slot // B, slot % B
         source_row = expert
         if PUSH:
             source_row = expert - rank * L
-        source = tl.load(entry + SOURCE) + source_row.to(tl.int64) * tl.load(entry + SOURCE_STRIDE)
-        target = tl.load(entry + TARGET) + b.to(tl.int64) * tl.load(entry + TARGET_STRIDE)
-        if PUSH:
-            target += r.to(tl.int64) * tl.load(entry + RANK_STRIDE)
-        size = tl.load(entry + SIZE).to(tl.int32)
-        o = (piece - tl.load(entry + FIRST_PIECE).to(tl.int32)) * BW + tl.arange(0, BW)
-        if ALIGNED:
-            size = tl.multiple_of(size, 4)
-            source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
-            target_words = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
-            tl.store(target_words + o, tl.load(source_words + o, mask=o < size), mask=o < size)
-        else:
-            source_bytes = source.to(tl.pointer_type(tl.int8))
-            target_bytes = target.to(tl.pointer_type(tl.int8))
-            tl.store(target_bytes + o, tl.load(source_bytes + o, mask=o < size), mask=o < size)
-
-
-@triton.jit(do_not_specialize=["rank", "num_tables"])
-def _add_slots_kernel(
-    table, experts_to_copy, status, rank, num_tables, R: tl.constexpr, B: tl.constexpr, RBP: tl.constexpr,
-    L: tl.constexpr, BW: tl.constexpr, NC: tl.constexpr, BF16: tl.constexpr, ALIGNED: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Program (piece, own expert): add one piece of the expert's slots, ascending (rank, slot), to its own gradient."""
-    if tl.load(status) != 0:
-        return
-    l = tl.program_id(1)
-    i = tl.arange(0, RBP)
-    found = tl.load(experts_to_copy + i, mask=i < R * B, other=-1) == rank * L + l
-    at = tl.min(tl.where(found, i, RBP), 0)
-    if at < RBP:
         piece = tl.program_id(0)
-        entry = _entry_of(table, piece, num_tables, NC)
-        elements = tl.load(entry + SIZE).to(tl.int32)
-        o = (piece - tl.load(entry + FIRST_PIECE).to(tl.int32)) * BW + tl.arange(0, BW)
-        own = tl.load(entry + TARGET) + l.to(tl.int64) * tl.load(entry + TARGET_STRIDE)
-        own = own.to(tl.pointer_type(tl.bfloat16)) if BF16 else own.to(tl.pointer_type(tl.float32))
-        if ALIGNED:
-            elements, own = tl.multiple_of(elements, 4), tl.multiple_of(own, 16)
-        inside = o < elements
-        total = tl.load(own + o, mask=inside, other=0.0).to(tl.float32)
-        while at < RBP:
-            address = tl.load(entry + SOURCE) + (at // B).to(tl.int64) * tl.load(entry + RANK_STRIDE)
-            address += (at % B).to(tl.int64) * tl.load(entry + SOURCE_STRIDE)
-            slot = address.to(tl.pointer_type(tl.float32))
+        while piece < pieces:
+            entry = _entry_of(table, piece, num_tables, NC)
+            source = tl.load(entry + SOURCE) + source_row.to(tl.int64) * tl.load(entry + SOURCE_STRIDE)
+            target = tl.load(entry + TARGET) + b.to(tl.int64) * tl.load(entry + TARGET_STRIDE)
+            if PUSH:
+                target += r.to(tl.int64) * tl.load(entry + RANK_STRIDE)
+            size = tl.load(entry + SIZE).to(tl.int32)
+            o = (piece - tl.load(entry + FIRST_PIECE).to(tl.int32)) * BW + tl.arange(0, BW)
             if ALIGNED:
-                slot = tl.multiple_of(slot, 16)
-            total += tl.load(slot + o, mask=inside, other=0.0)
-            at = tl.min(tl.where(found & (i > at), i, RBP), 0)
-        if BF16:
-            tl.store(own + o, round_to(total, tl.bfloat16, INTERPRET), mask=inside)
-        else:
-            tl.store(own + o, total, mask=inside)
+                size = tl.multiple_of(size, 4)
+                source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+                target_words = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+                tl.store(target_words + o, tl.load(source_words + o, mask=o < size), mask=o < size)
+            else:
+                source_bytes = source.to(tl.pointer_type(tl.int8))
+                target_bytes = target.to(tl.pointer_type(tl.int8))
+                tl.store(target_bytes + o, tl.load(source_bytes + o, mask=o < size), mask=o < size)
+            piece += num_programs
+        slot = tl.min(tl.where(wanted & (i > slot), i, RBP), 0)
 
 
-@triton.jit(do_not_specialize=["rank", "num_tables"])
-def _clear_slots_kernel(
-    table, experts_to_copy, status, rank, num_tables, B: tl.constexpr, BW: tl.constexpr, NC: tl.constexpr,
-    ALIGNED: tl.constexpr,
+@triton.jit(do_not_specialize=["rank", "num_tables", "pieces", "num_programs"])
+def _add_slots_kernel(
+    table, experts_to_copy, status, rank, num_tables, pieces, num_programs,
+    R: tl.constexpr, B: tl.constexpr, RBP: tl.constexpr, L: tl.constexpr, BW: tl.constexpr, NC: tl.constexpr,
+    BF16: tl.constexpr, ALIGNED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, slot): zero one piece of a slot of this rank, if it is used."""
+    """Program p: every num_programs-th piece of each own expert with copies: add its slots, ascending (rank, slot)."""
     if tl.load(status) != 0:
         return
-    b = tl.program_id(1)
-    if tl.load(experts_to_copy + rank * B + b) >= 0:
+    i = tl.arange(0, RBP)
+    experts = tl.load(experts_to_copy + i, mask=i < R * B, other=-1)
+    own_experts = tl.where((experts >= 0) & (experts // L == rank), experts - rank * L, L)
+    l = tl.min(own_experts, 0)
+    while l < L:
         piece = tl.program_id(0)
-        entry = _entry_of(table, piece, num_tables, NC)
-        o = (piece - tl.load(entry + FIRST_PIECE).to(tl.int32)) * BW + tl.arange(0, BW)
-        address = (
-            tl.load(entry + SOURCE)
-            + rank.to(tl.int64) * tl.load(entry + RANK_STRIDE)
-            + b.to(tl.int64) * tl.load(entry + SOURCE_STRIDE)
-        )
-        slot = address.to(tl.pointer_type(tl.float32))
-        size = tl.load(entry + SIZE).to(tl.int32)
-        if ALIGNED:
-            size, slot = tl.multiple_of(size, 4), tl.multiple_of(slot, 16)
-        tl.store(slot + o, tl.zeros([BW], tl.float32), mask=o < size)
+        while piece < pieces:
+            entry = _entry_of(table, piece, num_tables, NC)
+            elements = tl.load(entry + SIZE).to(tl.int32)
+            o = (piece - tl.load(entry + FIRST_PIECE).to(tl.int32)) * BW + tl.arange(0, BW)
+            own = tl.load(entry + TARGET) + l.to(tl.int64) * tl.load(entry + TARGET_STRIDE)
+            own = own.to(tl.pointer_type(tl.bfloat16)) if BF16 else own.to(tl.pointer_type(tl.float32))
+            if ALIGNED:
+                elements, own = tl.multiple_of(elements, 4), tl.multiple_of(own, 16)
+            inside = o < elements
+            total = tl.load(own + o, mask=inside, other=0.0).to(tl.float32)
+            at = tl.min(tl.where(own_experts == l, i, RBP), 0)
+            while at < RBP:
+                address = tl.load(entry + SOURCE) + (at // B).to(tl.int64) * tl.load(entry + RANK_STRIDE)
+                address += (at % B).to(tl.int64) * tl.load(entry + SOURCE_STRIDE)
+                slot = address.to(tl.pointer_type(tl.float32))
+                if ALIGNED:
+                    slot = tl.multiple_of(slot, 16)
+                total += tl.load(slot + o, mask=inside, other=0.0)
+                at = tl.min(tl.where((own_experts == l) & (i > at), i, RBP), 0)
+            if BF16:
+                tl.store(own + o, round_to(total, tl.bfloat16, INTERPRET), mask=inside)
+            else:
+                tl.store(own + o, total, mask=inside)
+            piece += num_programs
+        l = tl.min(tl.where(own_experts > l, own_experts, L), 0)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tables", "pieces", "num_programs"])
+def _clear_slots_kernel(
+    table, experts_to_copy, status, rank, num_tables, pieces, num_programs,
+    B: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr, NC: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Program p: zero every num_programs-th piece of each slot of this rank that is used."""
+    if tl.load(status) != 0:
+        return
+    i = tl.arange(0, BP)
+    used = tl.load(experts_to_copy + rank * B + i, mask=i < B, other=-1) >= 0
+    b = tl.min(tl.where(used, i, BP), 0)
+    while b < BP:
+        piece = tl.program_id(0)
+        while piece < pieces:
+            entry = _entry_of(table, piece, num_tables, NC)
+            o = (piece - tl.load(entry + FIRST_PIECE).to(tl.int32)) * BW + tl.arange(0, BW)
+            address = (
+                tl.load(entry + SOURCE)
+                + rank.to(tl.int64) * tl.load(entry + RANK_STRIDE)
+                + b.to(tl.int64) * tl.load(entry + SOURCE_STRIDE)
+            )
+            slot = address.to(tl.pointer_type(tl.float32))
+            size = tl.load(entry + SIZE).to(tl.int32)
+            if ALIGNED:
+                size, slot = tl.multiple_of(size, 4), tl.multiple_of(slot, 16)
+            tl.store(slot + o, tl.zeros([BW], tl.float32), mask=o < size)
+            piece += num_programs
+        b = tl.min(tl.where(used & (i > b), i, BP), 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,37 +181,45 @@ def make_table(entries: tuple[tuple[int, ...], ...], aligned: bool, device: torc
     return Table(torch.tensor(rows, dtype=torch.int64, device=device), len(rows), pieces, aligned)
 
 
-def fill_slots(table: Table, experts_to_copy: Tensor, status: Tensor, rank: int, L: int, push: bool) -> None:
+def fill_slots(
+    table: Table, experts_to_copy: Tensor, status: Tensor, rank: int, L: int, push: bool, num_programs: int
+) -> None:
     """Copy weights into slots (`weights_table`). Moves: an expert's bytes for each slot."""
     R, B = experts_to_copy.shape
     if B == 0:
         return
-    _fill_slots_kernel[(table.pieces, R * B)](
-        table.tensor, experts_to_copy, status, rank, table.count,
-        R=R, B=B, L=L, PUSH=push, BW=PIECE, NC=NUM_COLUMNS, ALIGNED=table.aligned, num_warps=4,
+    programs = min(table.pieces, num_programs)
+    _fill_slots_kernel[(programs,)](
+        table.tensor, experts_to_copy, status, rank, table.count, table.pieces, programs,
+        R=R, B=B, RBP=triton.next_power_of_2(R * B), L=L, PUSH=push, BW=PIECE, NC=NUM_COLUMNS, ALIGNED=table.aligned,
+        num_warps=WARPS,
     )  # fmt: skip
 
 
-def add_slots(table: Table, experts_to_copy: Tensor, status: Tensor, rank: int, L: int, dtype: torch.dtype) -> None:
+def add_slots(
+    table: Table, experts_to_copy: Tensor, status: Tensor, rank: int, L: int, dtype: torch.dtype, num_programs: int
+) -> None:
     """Add slots' gradients to own ones (`gradients_table`). Moves: an expert's fp32 bytes for each slot."""
     R, B = experts_to_copy.shape
     if B == 0:
         return
-    _add_slots_kernel[(table.pieces, L)](
-        table.tensor, experts_to_copy, status, rank, table.count,
+    programs = min(table.pieces, num_programs)
+    _add_slots_kernel[(programs,)](
+        table.tensor, experts_to_copy, status, rank, table.count, table.pieces, programs,
         R=R, B=B, RBP=triton.next_power_of_2(R * B), L=L, BW=PIECE, NC=NUM_COLUMNS, BF16=dtype == torch.bfloat16,
-        ALIGNED=table.aligned, INTERPRET=interpreting(), num_warps=4,
+        ALIGNED=table.aligned, INTERPRET=interpreting(), num_warps=WARPS,
     )  # fmt: skip
 
 
-def clear_slots(table: Table, experts_to_copy: Tensor, status: Tensor, rank: int) -> None:
+def clear_slots(table: Table, experts_to_copy: Tensor, status: Tensor, rank: int, num_programs: int) -> None:
     """Zero the used slots of this rank (`gradients_table`)."""
     B = experts_to_copy.shape[1]
     if B == 0:
         return
-    _clear_slots_kernel[(table.pieces, B)](
-        table.tensor, experts_to_copy, status, rank, table.count, B=B, BW=PIECE, NC=NUM_COLUMNS,
-        ALIGNED=table.aligned, num_warps=4,
+    programs = min(table.pieces, num_programs)
+    _clear_slots_kernel[(programs,)](
+        table.tensor, experts_to_copy, status, rank, table.count, table.pieces, programs,
+        B=B, BP=triton.next_power_of_2(B), BW=PIECE, NC=NUM_COLUMNS, ALIGNED=table.aligned, num_warps=WARPS,
     )  # fmt: skip
 
 
