@@ -359,6 +359,7 @@ class ExpertPool:
             slot_set: which slots.
             force: copy in any case.
             check_updates: also copy when peers may have changed their weights since.
+            num_sms: multiprocessors that a kernel may use; None: all.
         """
         holder = (self._id, plan.key, self._peers.updates)
         compared = 3 if check_updates else 2

@@ -48,6 +48,7 @@ def move_weights(moves: Sequence[SlotWeights], plan: Plan, num_sms: int | None =
     Args:
         moves: the projections.
         plan: says which slot holds which expert.
+        num_sms: multiprocessors that a kernel may use; None: all.
     """
     d = plan.dims
     if plan.status is not None:

@@ -2,14 +2,11 @@
 
 Programs [0, N) sum the rows that peers' tokens have here, chunk by chunk, and write each sum into its rank's staging.
 The others sum the rows that this rank's tokens have here, wait for the chunk's partial sums from the peers, and add all
-up in rank order. In each program one warp loads rows (pieces of long ones) into slots of shared memory,
-and two teams of
-warps sum half a row each: while one waits or stores, the other adds.
+up in rank order. In each program one warp loads rows into slots of shared memory, and two teams of warps sum half a row
+each: while one waits or stores, the other adds.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import triton
 from torch import Tensor
@@ -32,7 +29,7 @@ MASKED = gl.constexpr(INT32_MIN)
 
 @gluon.jit
 def _columns(LAYOUT: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr):
-    """[1, 1, OUTER, INNER]: the position of each element within a piece."""
+    """[1, 1, OUTER, INNER]: the position of each element within half a row."""
     outer = gl.arange(0, OUTER, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
     inner = gl.arange(0, INNER, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     outer = gl.expand_dims(gl.expand_dims(gl.expand_dims(outer, 0), 1), 3)
@@ -42,22 +39,18 @@ def _columns(LAYOUT: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr):
 
 @gluon.jit
 def _load_token(
-    rows, entries, smem, full, empty, slot, parity, K: gl.constexpr, PIECES: gl.constexpr, OUTER: gl.constexpr,
-    BYTES: gl.constexpr,
+    rows, entries, smem, full, empty, slot, parity, K: gl.constexpr, BYTES: gl.constexpr
 ):  # fmt: skip
     """Load a token's rows into the next slots, in k order. `parity` turns with each round of the slots."""
-    for piece in range(PIECES):
-        for k in gl.static_range(K):
-            if entries[k] >= 0:
-                mbarrier.wait(empty.index(slot), parity ^ 1)
-                mbarrier.expect(full.index(slot), BYTES)
-                tma.async_copy_global_to_shared(
-                    rows, [0, entries[k] & ROW, piece * OUTER, 0], full.index(slot), smem.index(slot)
-                )
-                slot += 1
-                if slot == smem.shape[0]:
-                    slot = gl.to_tensor(0)
-                    parity ^= 1
+    for k in gl.static_range(K):
+        if entries[k] >= 0:
+            mbarrier.wait(empty.index(slot), parity ^ 1)
+            mbarrier.expect(full.index(slot), BYTES)
+            tma.async_copy_global_to_shared(rows, [0, entries[k] & ROW, 0, 0], full.index(slot), smem.index(slot))
+            slot += 1
+            if slot == smem.shape[0]:
+                slot = gl.to_tensor(0)
+                parity ^= 1
     return slot, parity
 
 
@@ -116,7 +109,7 @@ def _pushed_entries(
 def _load_rows(
     rows, arrivals, tokens, rank, smem, full, empty,
     N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr, CHUNK: gl.constexpr,
-    PIECES: gl.constexpr, OUTER: gl.constexpr, BYTES: gl.constexpr,
+    BYTES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp of every program."""
     slot = gl.to_tensor(0)
@@ -128,7 +121,7 @@ def _load_rows(
             entries, _, _, _ = _pushed_entries(arrivals, u, units, rank, N, R, S, K, CHUNK)
             while u < units:
                 following, _, _, _ = _pushed_entries(arrivals, u + 1, units, rank, N, R, S, K, CHUNK)
-                slot, parity = _load_token(rows, entries, smem, full, empty, slot, parity, K, PIECES, OUTER, BYTES)
+                slot, parity = _load_token(rows, entries, smem, full, empty, slot, parity, K, BYTES)
                 entries = following
                 u += 1
     elif gl.program_id(0) < N + M:
@@ -139,7 +132,7 @@ def _load_rows(
         while token < num_tokens:
             token += M
             following = _load_entries(own + token * K, token < num_tokens, K)
-            slot, parity = _load_token(rows, entries, smem, full, empty, slot, parity, K, PIECES, OUTER, BYTES)
+            slot, parity = _load_token(rows, entries, smem, full, empty, slot, parity, K, BYTES)
             entries = following
 
 
@@ -147,7 +140,7 @@ def _load_rows(
 def _push(
     arrivals, tokens, staging, staging_stride, flags, flags_stride, counters, phase, rank, smem, full, empty,
     TEAM: gl.constexpr, N: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
-    H: gl.constexpr, CHUNK: gl.constexpr, PIECES: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr,
+    H: gl.constexpr, CHUNK: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr,
     LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One program's part of what goes to peers. A block is its part of one chunk of one peer."""
@@ -165,12 +158,10 @@ def _push(
         largest = _largest(entries, K)
         if largest >= 0:
             to = staging + source.to(gl.int64) * staging_stride + (token * W + (largest >> SHIFT)).to(gl.int64) * H
-            for piece in range(PIECES):
-                total, slot, parity = _sum_rows(
-                    entries, smem, full, empty, slot, parity, TEAM, LAYOUT, K, OUTER // TEAMS, INNER
-                )
-                column = piece * (OUTER * INNER) + o
-                gl.store(to + column, total.to(DTYPE), mask=column < H)
+            total, slot, parity = _sum_rows(
+                entries, smem, full, empty, slot, parity, TEAM, LAYOUT, K, OUTER // TEAMS, INNER
+            )
+            gl.store(to + o, total.to(DTYPE), mask=o < H)
         if u % UNITS == UNITS - 1:
             if count_sender(counters + source * MAX_CHUNKS_ + chunk, N * TEAMS):
                 raise_flag(flags, flags_stride, source, rank, chunk, phase)
@@ -186,7 +177,7 @@ def _finish(
     arrivals, sends, staging, output, flags, flags_stride, faults, fault_stride, status, host_status, phase, rank,
     num_tokens, operation, number, limit, smem, full, empty, TEAM: gl.constexpr,
     N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr, W: gl.constexpr,
-    H: gl.constexpr, CHUNK: gl.constexpr, PIECES: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr,
+    H: gl.constexpr, CHUNK: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr,
     LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One program's part of this rank's tokens: lid, lid + M, ..."""
@@ -215,21 +206,19 @@ def _finish(
             count += (places[w] >= 0).to(gl.int32)
         largest = _largest(entries, K)
         ordinal = gl.where(largest >= 0, largest >> SHIFT, -1)
-        for piece in range(PIECES):
-            column = piece * (OUTER * INNER) + o
-            inside = (column < H) & (failed == 0)
-            mine, slot, parity = _sum_rows(
-                entries, smem, full, empty, slot, parity, TEAM, LAYOUT, K, OUTER // TEAMS, INNER
-            )
-            mine = mine.to(DTYPE).to(gl.float32)
-            total = gl.zeros([1, 1, OUTER // TEAMS, INNER], gl.float32, LAYOUT)
-            for part in range(count):
-                if part == ordinal:
-                    total += mine
-                else:
-                    partial = staging + (token * W + part).to(gl.int64) * H
-                    total += gl.load(partial + column, mask=inside, other=0.0).to(gl.float32)
-            gl.store(output + token.to(gl.int64) * H + column, total.to(DTYPE), mask=inside)
+        inside = (o < H) & (failed == 0)
+        mine, slot, parity = _sum_rows(
+            entries, smem, full, empty, slot, parity, TEAM, LAYOUT, K, OUTER // TEAMS, INNER
+        )  # fmt: skip
+        mine = mine.to(DTYPE).to(gl.float32)
+        total = gl.zeros([1, 1, OUTER // TEAMS, INNER], gl.float32, LAYOUT)
+        for part in range(count):
+            if part == ordinal:
+                total += mine
+            else:
+                partial = staging + (token * W + part).to(gl.int64) * H
+                total += gl.load(partial + o, mask=inside, other=0.0).to(gl.float32)
+        gl.store(output + token.to(gl.int64) * H + o, total.to(DTYPE), mask=inside)
         entries = next_entries
         places = next_places
         token = following
@@ -274,7 +263,7 @@ def _sum_tokens(
     flags_stride, counters, words, faults, fault_stride, status, host_status, rank, operation, number, limit, smem,
     full, empty, TEAM: gl.constexpr, HAS_WEIGHTS: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
     S: gl.constexpr, K: gl.constexpr, W: gl.constexpr, C: gl.constexpr, H: gl.constexpr, CHUNK: gl.constexpr,
-    PIECES: gl.constexpr, OUTER: gl.constexpr, INNER: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+    OUTER: gl.constexpr, INNER: gl.constexpr, LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """A team of summing warps of every program."""
@@ -284,13 +273,13 @@ def _sum_tokens(
         if R > 1:
             _push(
                 arrivals, tokens, staging, staging_stride, flags, flags_stride, counters, phase, rank, smem, full,
-                empty, TEAM, N, R, S, K, W, H, CHUNK, PIECES, OUTER, INNER, LAYOUT, DTYPE,
+                empty, TEAM, N, R, S, K, W, H, CHUNK, OUTER, INNER, LAYOUT, DTYPE,
             )  # fmt: skip
     elif gl.program_id(0) < N + M:
         _finish(
             arrivals, sends, staging + rank.to(gl.int64) * staging_stride, output, flags, flags_stride, faults,
             fault_stride, status, host_status, phase, rank, own_tokens, operation, number, limit, smem, full, empty,
-            TEAM, N, M, R, S, K, W, H, CHUNK, PIECES, OUTER, INNER, LAYOUT, DTYPE,
+            TEAM, N, M, R, S, K, W, H, CHUNK, OUTER, INNER, LAYOUT, DTYPE,
         )  # fmt: skip
     elif HAS_WEIGHTS and TEAM == 0:
         _gather_weights(
@@ -305,7 +294,7 @@ def _combine_kernel(
     rows, arrivals, tokens, dst, sends, staging, staging_stride, output, weights, weights_stride, route_weights, flags,
     flags_stride, counters, words, faults, fault_stride, status, host_status, rank, operation, number, limit,
     HAS_WEIGHTS: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
-    W: gl.constexpr, C: gl.constexpr, H: gl.constexpr, CHUNK: gl.constexpr, SLOTS: gl.constexpr, PIECES: gl.constexpr,
+    W: gl.constexpr, C: gl.constexpr, H: gl.constexpr, CHUNK: gl.constexpr, SLOTS: gl.constexpr,
     OUTER: gl.constexpr, INNER: gl.constexpr, VECTOR: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Programs [0, N) push, the next M finish, one more gathers route weights. Each team has WARPS warps."""
@@ -330,7 +319,7 @@ def _combine_kernel(
                     arrivals, tokens, dst, sends, staging, staging_stride, output, weights, weights_stride,
                     route_weights, flags, flags_stride, counters, words, faults, fault_stride, status, host_status,
                     rank, operation, number, limit, smem, full, empty, 0, HAS_WEIGHTS, N, M, R, S, K, W, C, H, CHUNK,
-                    PIECES, OUTER, INNER, LAYOUT, DTYPE, WARPS,
+                    OUTER, INNER, LAYOUT, DTYPE, WARPS,
                 ),
             ),
             (
@@ -339,13 +328,13 @@ def _combine_kernel(
                     arrivals, tokens, dst, sends, staging, staging_stride, output, weights, weights_stride,
                     route_weights, flags, flags_stride, counters, words, faults, fault_stride, status, host_status,
                     rank, operation, number, limit, smem, full, empty, 1, HAS_WEIGHTS, N, M, R, S, K, W, C, H, CHUNK,
-                    PIECES, OUTER, INNER, LAYOUT, DTYPE, WARPS,
+                    OUTER, INNER, LAYOUT, DTYPE, WARPS,
                 ),
             ),
             (
                 _load_rows,
                 (
-                    rows, arrivals, tokens, rank, smem, full, empty, N, M, R, S, K, CHUNK, PIECES, OUTER, BYTES,
+                    rows, arrivals, tokens, rank, smem, full, empty, N, M, R, S, K, CHUNK, BYTES,
                 ),
             ),
         ],
@@ -354,37 +343,15 @@ def _combine_kernel(
     )  # fmt: skip
 
 
-MAX_PIECE_BYTES = 16 * 1024
 MAX_SLOTS = 32
 TEAM_WARPS = 4
 NUM_CHUNKS = 16
 
 
-@dataclass(frozen=True)
-class PieceShape:
-    """How a row is cut into boxes of outer x inner elements; what lies beyond the row is cut off."""
-
-    row: RowShape
-
-    @property
-    def inner(self) -> int:
-        """A row has two inner rows at least, one for each team."""
-        return self.row.inner if self.row.outer >= TEAMS.value else self.row.inner // TEAMS.value
-
-    @property
-    def outer(self) -> int:
-        block = triton.next_power_of_2(self.row.width // self.inner)
-        return min(block, MAX_PIECE_BYTES // (self.inner * self.row.itemsize), bulk.MAX_BOX)
-
-    @property
-    def pieces(self) -> int:
-        """Boxes of a row."""
-        return triton.cdiv(self.row.width, self.outer * self.inner)
-
-    @property
-    def slots(self) -> int:
-        """Boxes that fit in shared memory."""
-        return min(MAX_SLOTS, bulk.SHARED_BYTES // (self.outer * self.inner * self.row.itemsize))
+def halved(row: RowShape) -> tuple[int, int]:
+    """(outer, inner) of a row's box, with two inner rows at least: one for each team."""
+    inner = row.inner if row.outer >= TEAMS.value else row.inner // TEAMS.value
+    return triton.next_power_of_2(row.width // inner), inner
 
 
 def sum_rows(
@@ -409,13 +376,14 @@ def sum_rows(
     R, S, K = arrivals.shape
     C, H = rows.shape
     s = output.shape[0]
-    piece = PieceShape(RowShape(H, rows.itemsize))
+    outer, inner = halved(RowShape(H, rows.itemsize))
+    slots = min(MAX_SLOTS, bulk.SHARED_BYTES // (outer * inner * rows.itemsize))
     vector = 16 // rows.itemsize
     gather = weights is not None
     launch(
         _combine_kernel, (senders + finishers + gather,),
         (
-            bulk.describe_rows(rows, 1, 0, C, piece.inner, piece.outer), arrivals, tokens, dst if s else tokens,
+            bulk.describe_rows(rows, 1, 0, C, inner, outer), arrivals, tokens, dst if s else tokens,
             sends if s else tokens, staging, staging_stride, output if s else staging,
             signals.faults if weights is None else weights, weights_stride,
             signals.faults if route_weights is None or not s else route_weights, arrived.flags, arrived.flags_stride,
@@ -424,7 +392,7 @@ def sum_rows(
         ),
         varying(waiting[2]),
         HAS_WEIGHTS=int(gather), N=senders, M=finishers, R=R, S=S, K=K, W=W, C=C, H=H,
-        CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), SLOTS=piece.slots, PIECES=piece.pieces, OUTER=piece.outer,
-        INNER=piece.inner, VECTOR=vector, LANES=min(32, piece.inner // vector), WARPS=TEAM_WARPS,
+        CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), SLOTS=slots, OUTER=outer,
+        INNER=inner, VECTOR=vector, LANES=min(32, inner // vector), WARPS=TEAM_WARPS,
         num_warps=TEAM_WARPS,
     )  # fmt: skip
