@@ -27,6 +27,16 @@ MAX_RANKS = 128
 ROW_ALIGNMENT_BYTES = 16
 
 
+def ceil_div(n: int, d: int) -> int:
+    """n / d, rounded up."""
+    return -(-n // d)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not less than n >= 1. (Triton's own takes microseconds on the host.)"""
+    return 1 << (n - 1).bit_length()
+
+
 def align_up(value: int, multiple: int) -> int:
     """Smallest multiple of `multiple` that is >= `value`."""
     return -(-value // multiple) * multiple

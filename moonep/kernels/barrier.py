@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moonep.dims import next_power_of_2
 from moonep.environment import interpreting
 from moonep.kernels.launch import launch, varying
 
@@ -176,7 +177,7 @@ def barrier(s: Signals, rank: int, R: int, operation: int, number: int, limit: i
             number, limit,
         ),
         varying(limit),
-        R=R, RP=triton.next_power_of_2(R), NF=NUM_FAULTS, TIMER=not interpreting(), num_warps=1,
+        R=R, RP=next_power_of_2(R), NF=NUM_FAULTS, TIMER=not interpreting(), num_warps=1,
     )  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def announce(s: Signals, rank: int, R: int, refused: int, poison: bool) -> None:
     """Enqueue: tell every peer which range of operations (`pack_range`) was refused here, or that this rank failed."""
     _announce_kernel[(1,)](
         s.faults, s.fault_stride, s.status, rank, refused, int(poison),
-        R=R, RP=triton.next_power_of_2(R), NF=NUM_FAULTS, num_warps=1,
+        R=R, RP=next_power_of_2(R), NF=NUM_FAULTS, num_warps=1,
     )  # fmt: skip
 
 

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from moonep.dims import ceil_div, next_power_of_2
 from moonep.kernels.barrier import NUM_FAULTS, POISONED, REFUSED_RANGE
 
 MAX_CHUNKS = 16
@@ -55,23 +56,23 @@ class RowShape:
     width: int
     itemsize: int
 
-    @property
+    @cached_property
     def inner(self) -> int:
         return math.gcd(self.width, MAX_BOX)
 
-    @property
+    @cached_property
     def outer(self) -> int:
         return self.width // self.inner
 
-    @property
+    @cached_property
     def block(self) -> int:
-        return triton.next_power_of_2(self.outer)
+        return next_power_of_2(self.outer)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         return self.block * self.inner * self.itemsize
 
-    @property
+    @cached_property
     def supported(self) -> bool:
         """Whether a row is one box, and some of them fit in shared memory."""
         fits = self.block <= MAX_BOX and 9 * self.block_bytes <= SHARED_BYTES  # two a warp, and one of zeros
@@ -80,7 +81,7 @@ class RowShape:
 
 def chunk_tokens(S: int, num_chunks: int) -> int:
     """Tokens of a chunk, when S tokens make at most `num_chunks` <= MAX_CHUNKS."""
-    return max(_MIN_CHUNK, triton.cdiv(triton.cdiv(S, num_chunks), 32) * 32)
+    return max(_MIN_CHUNK, ceil_div(ceil_div(S, num_chunks), 32) * 32)
 
 
 def describe_rows(rows: Tensor, ranks: int, rank_stride: int, count: int, inner: int, block: int) -> TensorDescriptor:
@@ -92,10 +93,25 @@ def describe_rows(rows: Tensor, ranks: int, rank_stride: int, count: int, inner:
         count: rows of a rank.
     """
     width = rows.shape[1]
-    layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * rows.itemsize, rank=4)
-    shape = [ranks, max(count, 1), width // inner, inner]
-    strides = [max(rank_stride, width), width, inner, 1]
-    return TensorDescriptor(rows, shape, strides, [1, 1, block, inner], layout)
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)  # its checks, which rows pass, take 10 us a call
+    descriptor.base = rows
+    descriptor.shape = [ranks, max(count, 1), width // inner, inner]
+    descriptor.strides = [max(rank_stride, width), width, inner, 1]
+    descriptor.block_shape = [1, 1, block, inner]
+    descriptor.layout = _layout(8 * rows.itemsize)
+    descriptor.padding = "zero"
+    return descriptor
+
+
+@cache
+def _layout(bits: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=4)
+
+
+@cache
+def row_shape(width: int, itemsize: int) -> RowShape:
+    """The one `RowShape` of these sizes."""
+    return RowShape(width, itemsize)
 
 
 def waiting_for(groups: int) -> str:

@@ -8,12 +8,12 @@ each: while one waits or stores, the other adds.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from moonep.dims import next_power_of_2
 from moonep.kernels import bulk
 from moonep.kernels.barrier import Signals
 from moonep.kernels.bulk import MAX_CHUNKS_, PHASE, RowShape, await_flag, count_sender, end_launch, raise_flag
@@ -351,7 +351,7 @@ NUM_CHUNKS = 16
 def halved(row: RowShape) -> tuple[int, int]:
     """(outer, inner) of a row's box, with two inner rows at least: one for each team."""
     inner = row.inner if row.outer >= TEAMS.value else row.inner // TEAMS.value
-    return triton.next_power_of_2(row.width // inner), inner
+    return next_power_of_2(row.width // inner), inner
 
 
 def sum_rows(
@@ -376,7 +376,7 @@ def sum_rows(
     R, S, K = arrivals.shape
     C, H = rows.shape
     s = output.shape[0]
-    outer, inner = halved(RowShape(H, rows.itemsize))
+    outer, inner = halved(bulk.row_shape(H, rows.itemsize))
     slots = min(MAX_SLOTS, bulk.SHARED_BYTES // (outer * inner * rows.itemsize))
     vector = 16 // rows.itemsize
     gather = weights is not None

@@ -9,12 +9,12 @@ its own.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from moonep.dims import next_power_of_2
 from moonep.kernels import bulk
 from moonep.kernels.barrier import Signals
 from moonep.kernels.bulk import (
@@ -447,7 +447,7 @@ NUM_CHUNKS = 16
 
 def row_shape(H: int, itemsize: int) -> RowShape:
     """Of a row as this mover sees it: 32-bit words."""
-    return RowShape(H * itemsize // 4, 4)
+    return bulk.row_shape(H * itemsize // 4, 4)
 
 
 def move_rows(
@@ -475,7 +475,7 @@ def move_rows(
     s, H = hidden.shape
     R, S, K = arriving.shape
     C = rows.shape[0]
-    shape = RowShape(H, 4)
+    shape = bulk.row_shape(H, 4)
     stages = min(MAX_STAGES, (bulk.SHARED_BYTES // shape.block_bytes - 1) // TEAMS.value)
     own = bulk.describe_rows(hidden if s else rows, 1, 0, s, shape.inner, shape.block)
     every = bulk.describe_rows(rows, R, rows_stride, C, shape.inner, shape.block)
@@ -489,7 +489,7 @@ def move_rows(
         ),
         varying(waiting[2]),
         FRESH=arrivals is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=R, S=S, K=K,
-        W=min(R, K), C=C, G=fill.shape[0], PP=max(128, triton.next_power_of_2(P)),
+        W=min(R, K), C=C, G=fill.shape[0], PP=max(128, next_power_of_2(P)),
         CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), STAGES=stages, BLOCK=shape.block, INNER=shape.inner,
         WAIT=bulk.waiting_for(min(R, K)), num_warps=4,
     )  # fmt: skip

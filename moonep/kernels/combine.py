@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moonep.dims import next_power_of_2
 from moonep.environment import interpreting
 from moonep.kernels.constants import ARRIVAL_ROW, ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
 from moonep.kernels.dispatch import row_block, row_warps
@@ -96,7 +97,7 @@ def push_partials(
     R, S, K = arrivals.shape
     _push_partials_kernel[(num_programs,)](
         rows, arrivals, tokens, status, staging, staging_stride, rank, num_programs,
-        R=R, S=S, K=K, KP=triton.next_power_of_2(K), W=W, H=H, BH=row_block(H), DTYPE=TYPES[rows.dtype],
+        R=R, S=S, K=K, KP=next_power_of_2(K), W=W, H=H, BH=row_block(H), DTYPE=TYPES[rows.dtype],
         INTERPRET=interpreting(), num_warps=row_warps(H),
     )  # fmt: skip
 
@@ -112,6 +113,6 @@ def sum_partials(
     _sum_partials_kernel[(min(num_programs, s),)](
         staging, dst, output if weights is None else weights, weights_stride, status, output,
         output if route_weights is None else route_weights, s, min(num_programs, s),
-        K=K, KP=triton.next_power_of_2(K), W=W, C=C, H=H, BH=row_block(H), DTYPE=TYPES[output.dtype],
+        K=K, KP=next_power_of_2(K), W=W, C=C, H=H, BH=row_block(H), DTYPE=TYPES[output.dtype],
         HAS_WEIGHTS=weights is not None, INTERPRET=interpreting(), num_warps=row_warps(H),
     )  # fmt: skip

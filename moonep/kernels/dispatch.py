@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moonep.dims import ceil_div, next_power_of_2
 from moonep.kernels.constants import ARRIVAL_ROW, NO_ARRIVAL
 from moonep.kernels.launch import launch, varying
 
@@ -160,7 +161,7 @@ def send_weights(
     count = route_weights.numel()
     if count:
         launch(
-            _send_weights_kernel, (triton.cdiv(count, 1024),),
+            _send_weights_kernel, (ceil_div(count, 1024),),
             (route_weights, status, weights, weights_stride, count, rank), varying(route_weights),
             R=R, SK=weights[0].numel(), BA=1024,
         )  # fmt: skip
@@ -172,7 +173,7 @@ def expand_rows(rows: Tensor, arrivals: Tensor, tokens: Tensor, status: Tensor, 
     R, S, K = arrivals.shape
     _expand_rows_kernel[(num_programs,)](
         rows, arrivals, tokens, status, num_programs,
-        R=R, S=S, K=K, KP=triton.next_power_of_2(K), H=H, BH=row_block(H), num_warps=row_warps(H),
+        R=R, S=S, K=K, KP=next_power_of_2(K), H=H, BH=row_block(H), num_warps=row_warps(H),
     )  # fmt: skip
 
 
@@ -197,7 +198,7 @@ def take_arrivals(
         weights: [C] fp32.
     """
     R, S, K = source.shape
-    _take_arrivals_kernel[(triton.cdiv(S * K, 1024), R)](
+    _take_arrivals_kernel[(ceil_div(S * K, 1024), R)](
         source, source if target is None else target, tokens, weights if arriving_weights is None else arriving_weights,
         weights, status, S=S, K=K, BK=1024, FRESH=target is not None, HAS_WEIGHTS=arriving_weights is not None,
     )  # fmt: skip
@@ -205,7 +206,7 @@ def take_arrivals(
 
 def row_block(width: int) -> int:
     """Words (or elements) of a row that a program moves at once."""
-    return min(triton.next_power_of_2(width), WIDTH_PER_PROGRAM)
+    return min(next_power_of_2(width), WIDTH_PER_PROGRAM)
 
 
 def row_warps(width: int) -> int:

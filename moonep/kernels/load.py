@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moonep.dims import ceil_div, next_power_of_2
 from moonep.kernels.barrier import NUM_FAULTS, Signals, arrive
 from moonep.kernels.launch import launch, varying
 
@@ -86,7 +87,7 @@ def count_load(
         s: BAD_ID or BAD_COUNT is reported in its host status.
         rank, operation: as in `barrier.barrier`.
     """
-    num_blocks, NB = triton.cdiv(topk.shape[0], block_tokens(K)), blocks.counts.shape[1]
+    num_blocks, NB = ceil_div(topk.shape[0], block_tokens(K)), blocks.counts.shape[1]
     if num_blocks:
         launch(
             _count_blocks_kernel, (num_blocks,),
@@ -94,11 +95,11 @@ def count_load(
                 topk, blocks.counts, s.host_status, topk.shape[0],
             ),
             varying(topk),
-            NB=NB, E=E, K=K, KP=triton.next_power_of_2(K), TB=block_tokens(K),
+            NB=NB, E=E, K=K, KP=next_power_of_2(K), TB=block_tokens(K),
         )  # fmt: skip
-    NBP = triton.next_power_of_2(NB)
+    NBP = next_power_of_2(NB)
     BE = max(1, min(PUBLISHED // NBP, 16))
-    programs = triton.cdiv(E, BE)
+    programs = ceil_div(E, BE)
     launch(
         _publish_load_kernel, (programs,),
         (
@@ -107,7 +108,7 @@ def count_load(
             s.status, s.host_status, topk.shape[0], num_blocks, programs, rank, operation,
         ),
         varying(given),
-        NB=NB, NBP=NBP, E=E, BE=BE, R=R, RP=triton.next_power_of_2(R), NF=NUM_FAULTS, CHECK=given is not None,
+        NB=NB, NBP=NBP, E=E, BE=BE, R=R, RP=next_power_of_2(R), NF=NUM_FAULTS, CHECK=given is not None,
     )  # fmt: skip
 
 
@@ -127,11 +128,11 @@ class Blocks:
 
     @staticmethod
     def make(E: int, S: int, K: int, device: torch.device) -> Blocks:
-        NB = triton.cdiv(S, block_tokens(K))
+        NB = ceil_div(S, block_tokens(K))
         counts = torch.zeros(E, NB, dtype=torch.int32, device=device)
         return Blocks(counts, torch.zeros_like(counts), torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def block_tokens(K: int) -> int:
     """TB, tokens of a block."""
-    return BLOCK // triton.next_power_of_2(K)
+    return BLOCK // next_power_of_2(K)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonep.dims import Dims
+from moonep.dims import Dims, ceil_div, next_power_of_2
 from moonep.kernels.constants import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
 from moonep.kernels.launch import launch, varying
 from moonep.kernels.load import Blocks, block_tokens
@@ -277,8 +277,8 @@ def lay_groups(solution: Solution, status: Tensor, tables: Tables, plan: PlanTen
             solution.cost, solution.left, solution.given, solution.donor, status, plan.alloc, tables.base,
             plan.experts_to_copy, tables.sizes, plan.cu_seqlens, plan.zero_fill_ranges, plan.remote_stats, rank,
         ),
-        E=d.E, R=d.R, L=d.L, LP=triton.next_power_of_2(d.L), B=d.B, BP=triton.next_power_of_2(max(d.B, 1)),
-        GP=triton.next_power_of_2(d.G), P=d.P, MODES=1 if d.balance.exact else 2,
+        E=d.E, R=d.R, L=d.L, LP=next_power_of_2(d.L), B=d.B, BP=next_power_of_2(max(d.B, 1)),
+        GP=next_power_of_2(d.G), P=d.P, MODES=1 if d.balance.exact else 2,
     )  # fmt: skip
 
 
@@ -287,15 +287,15 @@ def split_sources(
 ) -> None:
     """Piece tables of this rank as source; copies load [R, E] and tokens [R] into the plan. Grid: E / BE."""
     d = dims
-    RP = triton.next_power_of_2(d.R)
+    RP = next_power_of_2(d.R)
     BE = max(1024 // RP, 16)
     launch(
-        _split_sources_kernel, (triton.cdiv(d.E, BE),),
+        _split_sources_kernel, (ceil_div(d.E, BE),),
         (
             load, tokens, plan.alloc, tables.base, plan.experts_to_copy, status, plan.load, plan.tokens, tables.first,
             tables.row, plan.remote_stats, rank,
         ),
-        E=d.E, R=d.R, RP=RP, L=d.L, B=d.B, RBP=min(triton.next_power_of_2(max(d.R * d.B, 1)), 1024), BE=BE,
+        E=d.E, R=d.R, RP=RP, L=d.L, B=d.B, RBP=min(next_power_of_2(max(d.R * d.B, 1)), 1024), BE=BE,
     )  # fmt: skip
 
 
@@ -311,12 +311,12 @@ def assign_rows(
     if topk.shape[0] == 0:
         return
     launch(
-        _assign_rows_kernel, (triton.cdiv(topk.shape[0], tokens),),
+        _assign_rows_kernel, (ceil_div(topk.shape[0], tokens),),
         (
             topk, weights if route_weights is None else route_weights, tables.blocks.before, tables.first, tables.row,
             status, plan.dst, plan.sends, arrivals, arrivals_stride, weights, weights_stride, topk.shape[0], rank,
         ),
         varying(topk, route_weights),
-        E=d.E, NB=tables.blocks.before.shape[1], R=d.R, K=d.K, KP=triton.next_power_of_2(d.K), TB=tokens, C=d.C,
+        E=d.E, NB=tables.blocks.before.shape[1], R=d.R, K=d.K, KP=next_power_of_2(d.K), TB=tokens, C=d.C,
         S=d.S, W=d.W, HAS_WEIGHTS=route_weights is not None,
     )  # fmt: skip

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moonep import dims as _dims
-from moonep.dims import Dims
+from moonep.dims import Dims, next_power_of_2
 from moonep.environment import interpreting
 from moonep.kernels.barrier import NUM_FAULTS, Signals, wait
 from moonep.kernels.launch import launch, varying
@@ -116,7 +116,7 @@ def launch_agreed(
         ),
         varying(waiting[2]),
         load_stride=load_RE.stride(0), TOLERANT=not d.balance.exact, R=d.R, L=d.L, RP=_lanes(d.R), LP=_lanes(d.L),
-        TILE=1024 * num_warps, BP=triton.next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
+        TILE=1024 * num_warps, BP=next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
         num_warps=num_warps,
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ def _num_warps(dims: Dims) -> int:
 
 def _lanes(n: int) -> int:
     """Length of a vector of n elements: a power of two, and a warp at least, which reduces in one instruction."""
-    return max(32, triton.next_power_of_2(n))
+    return max(32, next_power_of_2(n))
 
 
 def choose(cost: Tensor) -> int:

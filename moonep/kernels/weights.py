@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moonep.dims import ceil_div, next_power_of_2
 from moonep.environment import interpreting
 from moonep.kernels.rounding import round_to
 
@@ -177,7 +178,7 @@ def make_table(entries: tuple[tuple[int, ...], ...], aligned: bool, device: torc
     rows, pieces = [], 0
     for entry in entries:
         rows.append([*entry, pieces])
-        pieces += triton.cdiv(entry[-1], PIECE)
+        pieces += ceil_div(entry[-1], PIECE)
     return Table(torch.tensor(rows, dtype=torch.int64, device=device), len(rows), pieces, aligned)
 
 
@@ -191,7 +192,7 @@ def fill_slots(
     programs = min(table.pieces, num_programs)
     _fill_slots_kernel[(programs,)](
         table.tensor, experts_to_copy, status, rank, table.count, table.pieces, programs,
-        R=R, B=B, RBP=triton.next_power_of_2(R * B), L=L, PUSH=push, BW=PIECE, NC=NUM_COLUMNS, ALIGNED=table.aligned,
+        R=R, B=B, RBP=next_power_of_2(R * B), L=L, PUSH=push, BW=PIECE, NC=NUM_COLUMNS, ALIGNED=table.aligned,
         num_warps=WARPS,
     )  # fmt: skip
 
@@ -206,7 +207,7 @@ def add_slots(
     programs = min(table.pieces, num_programs)
     _add_slots_kernel[(programs,)](
         table.tensor, experts_to_copy, status, rank, table.count, table.pieces, programs,
-        R=R, B=B, RBP=triton.next_power_of_2(R * B), L=L, BW=PIECE, NC=NUM_COLUMNS, BF16=dtype == torch.bfloat16,
+        R=R, B=B, RBP=next_power_of_2(R * B), L=L, BW=PIECE, NC=NUM_COLUMNS, BF16=dtype == torch.bfloat16,
         ALIGNED=table.aligned, INTERPRET=interpreting(), num_warps=WARPS,
     )  # fmt: skip
 
@@ -219,7 +220,7 @@ def clear_slots(table: Table, experts_to_copy: Tensor, status: Tensor, rank: int
     programs = min(table.pieces, num_programs)
     _clear_slots_kernel[(programs,)](
         table.tensor, experts_to_copy, status, rank, table.count, table.pieces, programs,
-        B=B, BP=triton.next_power_of_2(B), BW=PIECE, NC=NUM_COLUMNS, ALIGNED=table.aligned, num_warps=WARPS,
+        B=B, BP=next_power_of_2(B), BW=PIECE, NC=NUM_COLUMNS, ALIGNED=table.aligned, num_warps=WARPS,
     )  # fmt: skip
 
 
