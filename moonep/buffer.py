@@ -168,7 +168,8 @@ class Buffer:
             plan: reuse this plan (the backward of combine): no planning; `topk_experts_sk` must be None.
             async_finish: also return an event.
             inter_rank_sync: False leaves out the barrier before rows are written when a plan is reused: the caller
-                vouches that no peer still uses the rows of the last such operation.
+                vouches that no rank is in an earlier dispatch or combine any more, or uses the rows of the last
+                dispatch with a plan.
             zero_copy: return a view of the row buffer, valid until the next operation that writes it (a fresh dispatch;
                 a dispatch with a plan writes another buffer). A later use in backward raises.
             router_weights_zero_copy: the same for the route weights.
@@ -193,7 +194,9 @@ class Buffer:
                 self._check_reuse(plan, hidden_sh, route_weights_sk, topk_experts_sk, tokens_per_expert)
             self._peers.updates += 1
             cu_seqlens = None
-            with backend.run(async_finish, [hidden_sh, route_weights_sk, topk_experts_sk]) as results:
+            given = [hidden_sh, route_weights_sk, topk_experts_sk, tokens_per_expert]
+            given += plan.tensors() if plan is not None else []
+            with backend.run(async_finish, given) as results:
                 if plan is None:
                     region = backend.forward
                     plan = backend.dispatch(hidden_sh, route_weights_sk, topk, counts, self._id)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 from moonep.dims import Balance, Dims
+from moonep.kernels import barrier, bulk_combine, bulk_dispatch, dispatch, load, rows, solve
+from moonep.kernels import launch as launching
 from moonep.testing.launches import Launch, fake_backend, negated_in_minima_of_three, record_launches
 from moonep.weights import SlotReduction, SlotWeights, add_gradients, clear_gradients, move_weights
 
@@ -76,3 +80,44 @@ def test_bulk_movers_compile_and_order_memory(size, arch):
         else:
             assert "st.global.v4.b32" in ptx, "partial sums must be written 16 bytes at a time"
         assert negated_in_minima_of_three(ptx) == [], launch.name
+
+
+@pytest.mark.parametrize("movers", ["portable", "bulk"])
+def test_offsets_between_ranks_have_64_bits(movers):
+    """With 8 ranks and production sizes the offset to the last rank's memory does not fit 32 bits."""
+    for launch in all_launches(*SIZES["R8-E64-spill-tolerance"], movers=movers):
+        if any("stride" in name for name in launch.signature):
+            ir = launch.compile(90).asm["ttgir" if launch.kernel.is_gluon() else "ttir"]
+            for stride in {name for name, kind in launch.signature.items() if "stride" in name and kind == "i32"}:
+                uses = [line for line in ir.splitlines() if re.search(rf"%{stride}\b", line) and "tt.func" not in line]
+                wrong = [line for line in uses if "arith.extsi" not in line and "ttg.warp_specialize" not in line]
+                assert not wrong, f"{launch.name}: {stride} is used with 32 bits: {wrong[0]}"
+
+
+def test_launches_that_share_a_compiled_kernel_have_equal_signatures(monkeypatch):
+    """The key of `launch` tells apart all that Triton would compile apart."""
+    modules = [barrier, bulk_combine, bulk_dispatch, dispatch, load, rows, solve]
+    described: dict[Any, list[Launch]] = {}
+    launch = launching.launch
+
+    def describe(kernel: Any, grid: Any, args: Any, varies: Any = (), *, num_warps: int = 4, **constants: Any) -> None:
+        with record_launches() as launches:
+            launch(kernel, grid, args, varies, num_warps=num_warps, **constants)
+        key = (kernel.fn.__name__, num_warps, varies, *constants.values())
+        known = described.setdefault(key, launches)
+        assert known == launches, f"{kernel.fn.__name__}: one key, two kernels"
+
+    for module in modules:
+        monkeypatch.setattr(module, "launch", describe)
+    d = Dims(S=64, K=4, E=16, R=2, H=64, B=8)
+    for dtype, movers, timeout_s in product((torch.bfloat16, torch.float16), ("bulk", "portable"), (1.0, 60.0)):
+        backend = fake_backend(d, dtype, movers=movers)
+        backend.barrier._limit = int(timeout_s * 1e9)
+        for s, ids in product((0, 5), (torch.int32, torch.int64)):
+            x, topk, weights = torch.zeros(s, d.H, dtype=dtype), torch.zeros(s, d.K, dtype=ids), torch.zeros(s, d.K)
+            for given in (None, torch.zeros(d.E, dtype=torch.int32), torch.zeros(d.E, dtype=torch.int64)):
+                plan = backend.dispatch(x, weights if given is None else None, topk, given, owner=1)
+            backend.dispatch_with_plan(plan, x, weights, sync=True)
+            for row_weights in (None, torch.zeros(d.C)):
+                backend.combine(plan, torch.zeros(d.C, d.H, dtype=dtype), row_weights, sync=True)
+    assert len(described) > 20

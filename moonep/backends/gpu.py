@@ -7,7 +7,7 @@ GPU. The caller (`Buffer`) has checked what can be checked without looking at da
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ from moonep.memory.regions import Layout, Region
 from moonep.plan import Plan
 
 _INTERPRETER_SPINS_A_SECOND = 2000
+
+
+# The stream of the last operation on a device, and whether it was captured in a graph.
+_last_operation: dict[torch.device, tuple[torch.cuda.Stream, bool]] = {}
 
 
 class GpuBarrier:
@@ -55,12 +59,17 @@ class GpuBarrier:
         """This rank does not take part in the current operation; nothing of it has been written."""
         self._refused = extend_range(self._refused, self._number)
         self._peers.leave_note(f"{self._subject} refused", message)
-        barriers.announce(self.signals, self.rank, self.size, pack_range(self._refused), poison=False)
+        self._announce(poison=False)
 
     def poison(self, message: str) -> None:
         """This rank failed in the middle of the current operation and takes part in nothing any more."""
         self._peers.leave_note(f"{self._subject} failed", message)
-        barriers.announce(self.signals, self.rank, self.size, pack_range(self._refused), poison=True)
+        self._announce(poison=True)
+
+    def _announce(self, poison: bool) -> None:
+        device = self.signals.status.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            barriers.announce(self.signals, self.rank, self.size, pack_range(self._refused), poison)
 
     def wait(self) -> None:
         """Enqueue a barrier: what every rank wrote before is visible to what is enqueued after it."""
@@ -83,12 +92,12 @@ class GpuBarrier:
         if error is None:
             return
         if isinstance(error, ValueError):
-            self.signals.host_status.zero_()
+            self.signals.host_status[1] = 0
         raise error
 
     def failure(self) -> ValueError | PeerError | None:
         """What the device has reported, read from host memory."""
-        status = int(self.signals.host_status[0])
+        status = int(self.signals.host_status[0]) or int(self.signals.host_status[1])
         if status == 0:
             return None
         kind, peer, mine, theirs = barriers.decode(status)
@@ -154,7 +163,6 @@ class GpuBackend:
         self.tables = rows.Tables.make(d, self.device)
         self.solution = solve.Solution.empty(d, self.device)
         self.stream: torch.cuda.Stream | None = None
-        self._last: tuple[torch.cuda.Stream, bool] | None = None
         self.movers = make_movers(self, num_sms, num_local_sms)
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device, priority=stream_priority)
@@ -218,11 +226,16 @@ class GpuBackend:
                 t.record_stream(current)
 
     def _follow(self, stream: torch.cuda.Stream) -> None:
-        """Wait for the last operation if it went to another stream."""
+        """Wait for the last operation of any Buffer on this device, if it went to another stream.
+
+        Kernels wait for peers, and may fill a GPU meanwhile: two that ranks start in different order would wait for
+        each other. So operations follow each other in the order of the host, which is the same on all ranks.
+        """
         capturing = torch.cuda.is_current_stream_capturing()
-        if self._last is not None and self._last[0] != stream and self._last[1] == capturing:
-            stream.wait_stream(self._last[0])
-        self._last = (stream, capturing)
+        last = _last_operation.get(self.device)
+        if last is not None and last[0] != stream and last[1] == capturing:
+            stream.wait_stream(last[0])
+        _last_operation[self.device] = (stream, capturing)
 
     def synchronize(self) -> None:
         """Wait for all operations so far."""

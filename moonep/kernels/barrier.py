@@ -51,12 +51,13 @@ def arrive(
         lane = tl.arange(0, RP)
         now = tl.load(epoch) + 1
         tl.store(
-            faults + lane * fault_stride + rank * NF + OPERATION + (now & 1),
+            faults + lane * fault_stride.to(tl.int64) + rank * NF + OPERATION + (now & 1),
             (operation + lane * 0).to(tl.int64),
             mask=lane < R,
         )
         tl.debug_barrier()
-        tl.atomic_add(signals + lane * signal_stride + rank, 1, mask=lane < R, sem="release", scope="sys")
+        to = signals + lane * signal_stride.to(tl.int64) + rank
+        tl.atomic_add(to, 1, mask=lane < R, sem="release", scope="sys")
         tl.store(epoch, now)
 
 
@@ -71,14 +72,16 @@ def wait(
     failed = tl.load(status)
     now = tl.load(epoch)
     parity = now & 1
-    mine = faults + rank * fault_stride
+    mine = faults + rank * fault_stride.to(tl.int64)
     if failed == 0:
         start = _now(TIMER)
         spins = tl.full([], 0, tl.int64)
         waiting = 1
         missing = lane * 0
         while waiting == 1:
-            count = tl.atomic_add(signals + rank * signal_stride + lane, 0, mask=is_rank, sem="acquire", scope="sys")
+            count = tl.atomic_add(
+                signals + rank * signal_stride.to(tl.int64) + lane, 0, mask=is_rank, sem="acquire", scope="sys"
+            )
             missing = tl.where(is_rank & (count < now), 1, 0)
             range_word = tl.load(mine + lane * NF + REFUSED_RANGE, mask=is_rank, other=0, volatile=True)
             first, last = range_word >> 32, range_word & 0x7FFFFFFF
@@ -108,7 +111,11 @@ def wait(
             failed = failed | (operation << 12)
             tl.store(status, failed)
             tl.store(host_status, failed)
-            tl.store(faults + lane * fault_stride + rank * NF + POISONED, (lane * 0 + 1).to(tl.int64), mask=is_rank)
+            tl.store(
+                faults + lane * fault_stride.to(tl.int64) + rank * NF + POISONED,
+                (lane * 0 + 1).to(tl.int64),
+                mask=is_rank,
+            )
     return failed
 
 
@@ -132,7 +139,7 @@ def _announce_kernel(
 ):  # fmt: skip
     """Tell every peer which operations this rank refused, or that it has failed."""
     lane = tl.arange(0, RP)
-    row = faults + lane * fault_stride + rank * NF
+    row = faults + lane * fault_stride.to(tl.int64) + rank * NF
     tl.store(row + REFUSED_RANGE, refused + (lane * 0).to(tl.int64), mask=lane < R)
     if poison != 0:
         tl.store(row + POISONED, (lane * 0 + 1).to(tl.int64), mask=lane < R)
@@ -148,7 +155,7 @@ class Signals:
         faults: [R, NUM_FAULTS] int64 of rank 0; `fault_stride` elements to the next rank's. What peers announce.
         epoch: [1] int32, barriers so far.
         status: [1] int32 on the device; 0: all is well.
-        host_status: [1] int32 in pinned memory, a copy of status.
+        host_status: [2] int32 in pinned memory: a copy of status; BAD_ID or BAD_COUNT, which break nothing.
     """
 
     signals: Tensor
@@ -176,7 +183,7 @@ def barrier(s: Signals, rank: int, R: int, operation: int, number: int, limit: i
             s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank, operation,
             number, limit,
         ),
-        varying(limit),
+        varying(limit, s.signal_stride, s.fault_stride),
         R=R, RP=next_power_of_2(R), NF=NUM_FAULTS, TIMER=not interpreting(), num_warps=1,
     )  # fmt: skip
 
@@ -197,5 +204,5 @@ def decode(status: int) -> tuple[int, int, int, int]:
 
 def new_words(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """(epoch, status, host status), zero."""
-    host = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
     return torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device), host

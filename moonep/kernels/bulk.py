@@ -201,6 +201,12 @@ def raise_flag(flags, flags_stride, to, rank, chunk, phase):
 
 
 @gluon.jit
+def read_status(status):
+    """The status word, the same for all warps."""
+    return gl.atomic_add(status, 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
 def has_arrived(flags, flags_stride, rank, peer, chunk, phase):
     """Whether a peer's chunk is there; looks once."""
     flag = flags + rank.to(gl.int64) * flags_stride + peer * MAX_CHUNKS_ + chunk
@@ -212,10 +218,14 @@ def await_flag(
     flags, flags_stride, faults, fault_stride, status, host_status, rank, peer, chunk, phase, operation, number, limit,
     R: gl.constexpr,
 ):  # fmt: skip
-    """Wait until a peer's chunk is there. Returns 0, or what `status` holds then: nothing may be expected any more."""
+    """Wait until a peer's chunk is there. Returns 0, or what `status` holds then: nothing may be expected any more.
+
+    All warps of the caller must go round the loop equally often, for there are barriers in it. So what ends it is read
+    by atomics, which one thread does for all; what each warp sees for itself only makes that thread store a status.
+    """
     flag = flags + rank.to(gl.int64) * flags_stride + peer * MAX_CHUNKS_ + chunk
-    fault = faults + rank * fault_stride + peer * NUM_FAULTS_
-    failed = gl.load(status, volatile=True)
+    fault = faults + rank * fault_stride.to(gl.int64) + peer * NUM_FAULTS_
+    failed = read_status(status)
     missing = (gl.atomic_add(flag, 0, sem="acquire", scope="sys") - phase) < 0
     start = now()
     spins = 0
@@ -224,7 +234,6 @@ def await_flag(
         missing = (gl.atomic_add(flag, 0, sem="acquire", scope="sys") - phase) < 0
         spins += 1
         if missing & (spins % SPINS_BEFORE_LOOKING == 0):
-            failed = gl.load(status, volatile=True)
             refused = gl.load(fault + REFUSED_RANGE_, volatile=True)
             first = refused >> 32
             last = refused & 0x7FFFFFFF
@@ -236,12 +245,16 @@ def await_flag(
                 kind = 3
             if (first <= number) & (number <= last) & (number > 0):
                 kind = 2
-            if (kind != 0) & (failed == 0):
-                failed = kind | (peer << 4) | (operation << 12)
-                gl.store(status, failed)
-                gl.store(host_status, failed)
+            if kind != 0:
+                reported = kind | (peer << 4) | (operation << 12)
+                gl.store(status, reported)
+                gl.store(host_status, reported)
                 for r in gl.static_range(R):
-                    gl.store(faults + r * fault_stride + rank * NUM_FAULTS_ + POISONED_, gl.to_tensor(1).to(gl.int64))
+                    gl.store(
+                        faults + r * fault_stride.to(gl.int64) + rank * NUM_FAULTS_ + POISONED_,
+                        gl.to_tensor(1).to(gl.int64),
+                    )
+            failed = read_status(status)
     fence_bulk_loads()
     return failed
 

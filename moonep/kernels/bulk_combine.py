@@ -16,7 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from moonep.dims import next_power_of_2
 from moonep.kernels import bulk
 from moonep.kernels.barrier import Signals
-from moonep.kernels.bulk import MAX_CHUNKS_, PHASE, RowShape, await_flag, count_sender, end_launch, raise_flag
+from moonep.kernels.bulk import (
+    MAX_CHUNKS_,
+    PHASE,
+    RowShape,
+    await_flag,
+    count_sender,
+    end_launch,
+    raise_flag,
+    read_status,
+)
 from moonep.kernels.bulk_dispatch import ROW, _load_entries
 from moonep.kernels.launch import launch, varying
 from moonep.plan import ARRIVAL_SHIFT, INT32_MIN
@@ -298,7 +307,7 @@ def _combine_kernel(
     OUTER: gl.constexpr, INNER: gl.constexpr, VECTOR: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Programs [0, N) push, the next M finish, one more gathers route weights. Each team has WARPS warps."""
-    if gl.load(status) != 0:
+    if read_status(status) != 0:
         return
     DTYPE: gl.constexpr = rows.dtype
     BYTES: gl.constexpr = OUTER * INNER * (DTYPE.primitive_bitwidth // 8)
@@ -379,18 +388,20 @@ def sum_rows(
     outer, inner = halved(bulk.row_shape(H, rows.itemsize))
     slots = min(MAX_SLOTS, bulk.SHARED_BYTES // (outer * inner * rows.itemsize))
     vector = 16 // rows.itemsize
+    stand_in = arrived.words if weights is None else weights  # of the same type for the same constants
+    gathered = route_weights if route_weights is not None and s else stand_in
     gather = weights is not None
     launch(
         _combine_kernel, (senders + finishers + gather,),
         (
             bulk.describe_rows(rows, 1, 0, C, inner, outer), arrivals, tokens, dst if s else tokens,
             sends if s else tokens, staging, staging_stride, output if s else staging,
-            signals.faults if weights is None else weights, weights_stride,
-            signals.faults if route_weights is None or not s else route_weights, arrived.flags, arrived.flags_stride,
+            arrived.words if weights is None else weights, weights_stride,
+            gathered, arrived.flags, arrived.flags_stride,
             arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status,
             signals.host_status, rank, *waiting,
         ),
-        varying(waiting[2]),
+        varying(waiting[2], rows, staging_stride, weights_stride, arrived.flags_stride, signals.fault_stride),
         HAS_WEIGHTS=int(gather), N=senders, M=finishers, R=R, S=S, K=K, W=W, C=C, H=H,
         CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), SLOTS=slots, OUTER=outer,
         INNER=inner, VECTOR=vector, LANES=min(32, inner // vector), WARPS=TEAM_WARPS,

@@ -29,6 +29,7 @@ from moonep.kernels.bulk import (
     fence_bulk_loads,
     has_arrived,
     raise_flag,
+    read_status,
 )  # fmt: skip
 from moonep.kernels.launch import launch, varying
 from moonep.plan import ARRIVAL_ROW, NO_ARRIVAL
@@ -384,7 +385,7 @@ def _dispatch_kernel(
     STAGES: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     """Programs [0, N) send, the M others copy: four warps each, which share nothing, and four that attend."""
-    if gl.load(status) != 0:
+    if read_status(status) != 0:
         return
     BYTES: gl.constexpr = BLOCK * INNER * 4
     smem = gl.allocate_shared_memory(hidden.dtype, [TEAMS * STAGES + 1, 1, 1, BLOCK, INNER], hidden.layout)
@@ -487,7 +488,7 @@ def move_rows(
             arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status,
             signals.host_status, rank, *waiting,
         ),
-        varying(waiting[2]),
+        varying(waiting[2], arrived.flags_stride, signals.fault_stride),
         FRESH=arrivals is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=R, S=S, K=K,
         W=min(R, K), C=C, G=fill.shape[0], PP=max(128, next_power_of_2(P)),
         CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), STAGES=stages, BLOCK=shape.block, INNER=shape.inner,

@@ -47,7 +47,7 @@ def _push_partials_kernel(
                         if arrival >= 0:
                             row = rows + (arrival & ARRIVAL_ROW).to(tl.int64) * H + begin
                             total += tl.load(row + o, mask=inside, other=0.0).to(tl.float32)
-                    to = staging + source * staging_stride + reply * H + begin
+                    to = staging + source * staging_stride.to(tl.int64) + reply * H + begin
                     tl.store(to + o, round_to(total, DTYPE, INTERPRET), mask=inside)
             token += num_programs
 

@@ -45,7 +45,7 @@ def _send_rows_kernel(
         first = tl.load(fill + 2 * (pid - num_senders))
         count = tl.load(fill + 2 * (pid - num_senders) + 1)
         i = tl.full([], 0, tl.int32)
-        own_rows = rows + rank * rows_stride
+        own_rows = rows + rank * rows_stride.to(tl.int64)
         while i < count:
             for begin in range(0, H, BH):
                 tl.store(own_rows + (first + i).to(tl.int64) * H + begin + o, o * 0, mask=begin + o < H)
@@ -63,7 +63,7 @@ def _send_weights_kernel(
     a = tl.program_id(0) * BA + tl.arange(0, BA)
     value = tl.load(route_weights + a, mask=a < count, other=0.0)
     for r in range(R):
-        tl.store(weights + r * weights_stride + rank * SK + a, value, mask=a < count)
+        tl.store(weights + r * weights_stride.to(tl.int64) + rank * SK + a, value, mask=a < count)
 
 
 @triton.jit(do_not_specialize=["num_programs"])
@@ -162,7 +162,7 @@ def send_weights(
     if count:
         launch(
             _send_weights_kernel, (ceil_div(count, 1024),),
-            (route_weights, status, weights, weights_stride, count, rank), varying(route_weights),
+            (route_weights, status, weights, weights_stride, count, rank), varying(route_weights, weights_stride),
             R=R, SK=weights[0].numel(), BA=1024,
         )  # fmt: skip
 

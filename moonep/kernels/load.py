@@ -34,7 +34,7 @@ def _count_blocks_kernel(
     token, k = b * TB + i // KP, i % KP
     ids = tl.load(topk + token.to(tl.int64) * K + k, mask=(token < num_tokens) & (k < K), other=-1).to(tl.int32)
     if tl.max(((ids < -1) | (ids >= E)).to(tl.int32), 0) > 0:
-        tl.store(host_status, 5)
+        tl.store(host_status + 1, 5)
     tl.atomic_add(counts + ids * NB + b, 1, mask=(ids >= 0) & (ids < E), sem="relaxed")
 
 
@@ -60,14 +60,14 @@ def _publish_load_kernel(
     if CHECK:
         claimed = tl.load(given + e, mask=e < E, other=0).to(tl.int32)
         if tl.max(tl.where((e < E) & (claimed != total), 1, 0), 0) > 0:
-            tl.store(host_status, 6)
+            tl.store(host_status + 1, 6)
     for r in range(R):
-        tl.store(load + r * load_stride + rank * E + e, total, mask=e < E)
+        tl.store(load + r * load_stride.to(tl.int64) + rank * E + e, total, mask=e < E)
     tl.debug_barrier()
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
         tl.store(ticket, 0)
         for r in range(R):
-            tl.store(tokens + r * tokens_stride + rank, num_tokens)
+            tl.store(tokens + r * tokens_stride.to(tl.int64) + rank, num_tokens)
         tl.debug_barrier()
         arrive(signals, signal_stride, faults, fault_stride, epoch, status, rank, operation, R, RP, NF)
 
@@ -107,7 +107,7 @@ def count_load(
             blocks.ticket if given is None else given, s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch,
             s.status, s.host_status, topk.shape[0], num_blocks, programs, rank, operation,
         ),
-        varying(given),
+        varying(given, load_stride, tokens_stride, s.signal_stride, s.fault_stride),
         NB=NB, NBP=NBP, E=E, BE=BE, R=R, RP=next_power_of_2(R), NF=NUM_FAULTS, CHECK=given is not None,
     )  # fmt: skip
 

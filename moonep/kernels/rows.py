@@ -33,6 +33,11 @@ def _lay_groups_kernel(
     """Program d lays the groups of rank d; for this rank it also writes offsets and padding ranges."""
     d = tl.program_id(0)
     if tl.load(status) != 0:
+        if d == rank:  # no rows at all: the caller's experts may run before the host has heard of the failure
+            none = tl.arange(0, GP)
+            tl.store(cu_seqlens + none, none * 0, mask=none < E + B)
+            tl.store(fill + 2 * none, none * 0, mask=none < E + B)
+            tl.store(fill + 2 * none + 1, none * 0, mask=none < E + B)
         return
     c = chosen(cost, MODES)
     l = tl.arange(0, LP)
@@ -173,7 +178,7 @@ def _assign_rows_kernel(
         value = tl.load(route_weights + token.to(tl.int64) * K + k, mask=inside, other=0.0)
         to_weights = weights + (rank * S + token).to(tl.int64) * K + k
         for r in range(R):
-            tl.store(to_weights + r * weights_stride, value, mask=inside)
+            tl.store(to_weights + r * weights_stride.to(tl.int64), value, mask=inside)
 
     to_TK = tl.reshape(to, [TB, KP])
     at_TK = tl.reshape(at, [TB, KP])
@@ -198,7 +203,7 @@ def _assign_rows_kernel(
     arrival = (ordinal << ARRIVAL_SHIFT) + at_TK
     mine = arrivals + (rank * S + token_TK).to(tl.int64) * K + k_TK
     for r in range(R):
-        tl.store(mine + r * arrivals_stride, tl.where(to_TK == r, arrival, NO_ARRIVAL), mask=inside_TK)
+        tl.store(mine + r * arrivals_stride.to(tl.int64), tl.where(to_TK == r, arrival, NO_ARRIVAL), mask=inside_TK)
 
 
 COLUMNS = tl.constexpr(32)
@@ -316,7 +321,7 @@ def assign_rows(
             topk, weights if route_weights is None else route_weights, tables.blocks.before, tables.first, tables.row,
             status, plan.dst, plan.sends, arrivals, arrivals_stride, weights, weights_stride, topk.shape[0], rank,
         ),
-        varying(topk, route_weights),
+        varying(topk, route_weights, arrivals_stride, weights_stride),
         E=d.E, NB=tables.blocks.before.shape[1], R=d.R, K=d.K, KP=next_power_of_2(d.K), TB=tokens, C=d.C,
         S=d.S, W=d.W, HAS_WEIGHTS=route_weights is not None,
     )  # fmt: skip

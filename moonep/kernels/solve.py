@@ -114,7 +114,7 @@ def launch_agreed(
             load_RE, out.left, out.given, out.donor, out.cost, d.balance.eps_ppm, d.balance.slack, d.max_rows,
             s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank, *waiting,
         ),
-        varying(waiting[2]),
+        varying(waiting[2], s.signal_stride, s.fault_stride),
         load_stride=load_RE.stride(0), TOLERANT=not d.balance.exact, R=d.R, L=d.L, RP=_lanes(d.R), LP=_lanes(d.L),
         TILE=1024 * num_warps, BP=next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
         num_warps=num_warps,
