@@ -452,7 +452,17 @@ def test_options_that_do_not_exist_are_refused():
 
 
 def test_exported_names_are_these():
-    assert sorted(moonep_nn.__all__) == ["MoE", "RoutedExperts", "Router", "Routing", "experts", "functional"]
+    assert sorted(moonep_nn.__all__) == [
+        "MoE",
+        "RoutedExperts",
+        "Router",
+        "Routing",
+        "clip_grad_norm_",
+        "expert_parameters",
+        "experts",
+        "functional",
+        "sharded_state",
+    ]
     assert sorted(moonep.__all__) == [
         "Buffer",
         "ExpertPool",

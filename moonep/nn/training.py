@@ -1,0 +1,129 @@
+"""What a training loop asks of a model with experts: which parameters they are, the norm of all gradients, and a state
+for checkpoints that does not depend on the number of ranks.
+
+Rank r has experts r L to (r + 1) L - 1 and nobody else has them; all other parameters are equal on all ranks. So what
+runs over all parameters counts an expert where it lives, and everything else once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moonep.pool import ExpertPool
+
+
+def expert_parameters(model: nn.Module) -> dict[nn.Parameter, ExpertPool]:
+    """This rank's own experts in a model, with their pools: masters of every pool that is an attribute of a module."""
+    pools = [value for module in model.modules() for value in vars(module).values() if isinstance(value, ExpertPool)]
+    return {parameter: pool for pool in pools for parameter in pool.master.values()}
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`. Collective; does not wait for the device.
+
+    Args:
+        model: the same on all ranks; gradients of parameters other than experts have been summed over the ranks.
+        max_norm: of the gradients of the whole model: experts of all ranks, everything else once.
+
+    Returns:
+        [] fp32, the norm before, equal on all ranks.
+    """
+    pools = expert_parameters(model)
+    replicated = [p.grad for p in model.parameters() if p.grad is not None and p not in pools]
+    squares = nn.utils.get_total_norm(replicated).float().square()
+    for group in {pool.group: None for pool in pools.values()}:
+        own = [p.grad for p, pool in pools.items() if pool.group is group and p.requires_grad and p.grad is not None]
+        experts = nn.utils.get_total_norm(own).to(squares.device).float().square()
+        if group is not None:
+            dist.all_reduce(experts, group=group)
+        squares = squares.to(experts.device) + experts
+    norm = squares.sqrt()
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def sharded_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """Parameters, buffers and optimizer state by name, for `torch.distributed.checkpoint`. Moves nothing.
+
+    Experts, and what the optimizer keeps of them, are global tensors: DTensors [E, ...] sharded over the pool's group
+    on dim 0. So a checkpoint of R ranks loads on any number that divides E. All else is saved once.
+
+    The tensors are those of the model and of the optimizer, and loading writes into them:
+
+        dcp.save(sharded_state(model, optimizer), checkpoint_id=path)
+        dcp.load(sharded_state(model, optimizer), checkpoint_id=path)
+
+    Compute weights follow in the next forward, as after an optimizer's step.
+
+    Args:
+        model: not wrapped by `torch.compile`, which changes names.
+        optimizer: of parameters of the model. State that it does not have yet is made, as zeros. Its options, such as
+            the learning rate, are not part of the state.
+
+    Returns:
+        {"model": {name: tensor}, "optimizer": {name: {key: tensor}}}
+
+    Raises:
+        ValueError: the optimizer has parameters that the model has not, or keeps state that is not a tensor.
+    """
+    pools = expert_parameters(model)
+    names = {p: name for name, p in model.named_parameters()}
+    weights = model.state_dict()
+    for expert, pool in pools.items():
+        if expert in names:
+            weights[names[expert]] = _over_all_ranks(expert.detach(), pool)
+    if optimizer is None:
+        return {"model": weights}
+    _make_missing_state(optimizer)
+    states: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, nn.Parameter) or parameter not in names:
+            raise ValueError(f"optimizer: given a parameter {list(parameter.shape)} that is not one of the model")
+        name = names[parameter]
+        states[name] = {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"optimizer: given {key} = {value!r} of {name}, expected a tensor")
+            whole = parameter in pools and value.shape == parameter.shape
+            states[name][key] = _over_all_ranks(value, pools[parameter]) if whole else value
+    return {"model": weights, "optimizer": states}
+
+
+def _over_all_ranks(local: Tensor, pool: ExpertPool) -> Tensor:
+    """[L, ...] of every rank -> [E, ...], in the same memory."""
+    if pool.R == 1:
+        return local
+    from torch.distributed.device_mesh import DeviceMesh  # here: they take most of a second
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert pool.group is not None
+    mesh = DeviceMesh.from_group(pool.group, local.device.type)
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+@torch.no_grad()
+def _make_missing_state(optimizer: Optimizer) -> None:
+    """Give the optimizer zeros where it has no state: by a step of these parameters alone, which is then undone."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    missing = [p for p in parameters if not optimizer.state.get(p)]
+    if not missing:
+        return
+    grads, values = [p.grad for p in parameters], [p.clone() for p in missing]
+    for p in parameters:
+        p.grad = None
+    for p in missing:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for p, grad in zip(parameters, grads, strict=True):
+        p.grad = grad
+    for p, value in zip(missing, values, strict=True):
+        p.copy_(value)  # not a rate of zero: some optimizers divide by it
+        for kept in optimizer.state[p].values():
+            if isinstance(kept, Tensor):
+                kept.zero_()
