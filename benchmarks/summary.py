@@ -30,6 +30,8 @@ def main() -> None:
     if lines:
         gpus = [gpu["name"] for gpu in lines[-1]["hardware"].get("gpus", [])]
         print(f"set {lines[-1]['set']}: {len(lines)} lines, {', '.join(gpus) or 'no GPU'}\n")
+    else:
+        print("no results of `moonep bench --suite goals` yet\n")
     print(f"{'figure':<62} {'must':>8} {'aim':>8} {'measured':>9}  met")
     for goal in goals.GOALS:
         print(format_goal(goal, values[goal.key]))

@@ -16,6 +16,21 @@ def describe(tensor: object) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}{layout}"
 
 
+def check_count(name: str, value: object, least: int, optional: bool = False) -> None:
+    """An integer >= least; None too if optional."""
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: given {value!r}, expected {'None or ' if optional else ''}an integer >= {least}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """A finite number above 0."""
+    right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    if not right:
+        raise ValueError(f"{name}: given {str(value)[:40]}, expected a number of seconds above 0")
+
+
 def check_tensor(
     name: str,
     tensor: object,

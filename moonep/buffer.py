@@ -100,6 +100,7 @@ class Buffer:
         domains: Any = None,
         num_local_sms: int | None = None,
     ):
+        arguments.check_seconds("timeout_s", timeout_s)
         peers = Peers.of(group, alone=num_ep_ranks == 1)
         sizes: list[Dims] = []
 
@@ -109,6 +110,8 @@ class Buffer:
                 raise ValueError(f"num_ep_ranks: given {num_ep_ranks} with {given}, expected the size of the group")
             if dtype not in PAYLOAD_DTYPES:
                 raise ValueError(f"dtype: given {dtype}, expected one of {', '.join(map(str, PAYLOAD_DTYPES))}")
+            arguments.check_count("num_sms", num_sms, 1, optional=True)
+            arguments.check_count("num_local_sms", num_local_sms, 1, optional=True)
             if domains is not None:
                 raise ValueError(f"domains: given {domains!r}, expected None: domains are not supported yet")
             name, _ = backends.choose(backend)
@@ -451,6 +454,7 @@ class Buffer:
         Example: with buffer.watch(): graph.replay()
         """
         self._check_live("watch")
+        arguments.check_seconds("interval_s", interval_s)
         with watching(self._backend.barrier.failure, f"rank {self.rank}", interval_s):
             yield
         if self.usable:
@@ -569,6 +573,10 @@ class Buffer:
             raise ValueError("plan: given a plan of another Buffer, expected one that this Buffer's dispatch returned")
 
     def _check_pool(self, pool: ExpertPool, slot_set: int) -> None:
+        from moonep.pool import ExpertPool
+
+        if not isinstance(pool, ExpertPool):
+            raise ValueError(f"pool: given {type(pool).__name__}, expected an ExpertPool")
         if (pool.E, pool.B, pool.R) != (self.dims.E, self.dims.B, self.dims.R) or pool.rank != self.rank:
             raise ValueError(
                 f"pool: given E, B, ranks = {pool.E}, {pool.B}, {pool.R}, "
@@ -576,8 +584,8 @@ class Buffer:
             )
         if pool.destroyed:
             raise ValueError("pool: given a destroyed ExpertPool, expected a live one")
-        if not 0 <= slot_set < pool.slot_sets:
-            raise ValueError(f"slot_set: given {slot_set}, expected 0 to {pool.slot_sets - 1}")
+        if not isinstance(slot_set, int) or not 0 <= slot_set < pool.slot_sets:
+            raise ValueError(f"slot_set: given {slot_set!r}, expected 0 to {pool.slot_sets - 1}")
 
     def _check_view(self, name: str, tensor: Tensor | None, views: list[Tensor]) -> None:
         if tensor is None or all(tensor.data_ptr() != v.data_ptr() for v in views):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moonep import backends
-from moonep.arguments import describe
+from moonep.arguments import check_seconds, describe
 from moonep.dims import MAX_RANKS, ROW_ALIGNMENT_BYTES, align_up
 from moonep.errors import StaleSlotsError
 from moonep.memory import Chunk, Memory
@@ -144,6 +144,7 @@ class ExpertPool:
         backend: str | None = None,
         timeout_s: float = 60.0,
     ):
+        check_seconds("timeout_s", timeout_s)
         peers = self._peers = Peers.of(group)
         self.group = peers.group
         self._timeout_s = timeout_s

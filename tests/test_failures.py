@@ -489,6 +489,9 @@ BAD_BUFFER: dict[str, tuple[dict[str, Any], str]] = {
     "infinite balance": ({"balance": float("inf")}, r"balance: given inf, expected"),
     "backend": ({"backend": "gpu"}, r"backend: given 'gpu', expected one of 'cuda', 'cpu', 'interpreter'"),
     "domains": ({"domains": [[0, 1], [2]]}, r"domains: given .*, expected None"),
+    "num_sms": ({"num_sms": 0}, r"num_sms: given 0, expected None or an integer >= 1"),
+    "num_sms that is no integer": ({"num_sms": 1.5}, r"num_sms: given 1.5, expected None or an integer >= 1"),
+    "num_local_sms": ({"num_local_sms": -1}, r"num_local_sms: given -1, expected None or an integer >= 1"),
 }
 BAD_POOL: dict[str, tuple[dict[str, Any], str]] = {
     "E": ({"E": 7}, r"E: given 7, expected a multiple of the 3 ranks"),
@@ -1022,3 +1025,33 @@ def test_stale_views_raise_in_backward_and_legal_use_does_not(viewed, use):
 def test_errors_survive_pickling():
     for error in (PeerError(2, "combine", "gone"), PeerTimeout(1, "reduce", "late")):
         assert type(error).__reduce__(error)[0] is type(error)
+
+
+@pytest.fixture
+def small_buffer() -> Buffer:
+    return Buffer(4, 8, 1, 2, 1, token_padding=1, backend="cpu")
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "x", None])
+def test_times_must_be_finite_and_positive(small_buffer, seconds):
+    with pytest.raises(ValueError, match=r"timeout_s: given .*, expected a number of seconds above 0"):
+        Buffer(4, 8, 1, 2, 1, backend="cpu", timeout_s=seconds)
+    with pytest.raises(ValueError, match=r"timeout_s: given .*, expected a number of seconds above 0"):
+        ExpertPool({"up": (8, 8)}, 2, backend="cpu", timeout_s=seconds)
+    with (
+        pytest.raises(ValueError, match=r"interval_s: given .*, expected a number of seconds above 0"),
+        small_buffer.watch(interval_s=seconds),
+    ):
+        pytest.fail("nothing watches here")
+
+
+def test_what_is_no_pool_or_no_slot_set_is_refused_and_the_buffer_stays_usable(small_buffer):
+    pool = ExpertPool({"up": (8, 8)}, 2, backend="cpu", grads=True)
+    plan = small_buffer.dispatch(torch.zeros(4, 8).bfloat16(), None, torch.zeros(4, 1, dtype=torch.int32))[3]
+    for call in (small_buffer.prefetch, small_buffer.reduce):
+        with pytest.raises(ValueError, match="pool: given NoneType, expected an ExpertPool"):
+            call(plan, None)
+        for slot_set in ("a", None, 0.5, 1):
+            with pytest.raises(ValueError, match=r"slot_set: given .*, expected 0 to 0"):
+                call(plan, pool, slot_set=slot_set)
+    assert small_buffer.usable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -139,13 +140,21 @@ def check_options(
             raise typer.BadParameter(f"{name}: given {E}, expected a multiple of {world} ranks, at least K = {sweep.K}")
     if GRAPH in sweep.modes and backend != "cuda":
         raise typer.BadParameter("--mode: given graph without a GPU, expected eager: only CUDA has graphs")
-    if samples < 2 or timeout_s <= 0:
+    if samples < 2 or not 0 < timeout_s < float("inf"):
         raise typer.BadParameter(f"--samples, --timeout-s: given {samples}, {timeout_s:g}, expected 2 and more, over 0")
     if output is not None and output.suffix != ".jsonl":
         raise typer.BadParameter(f"--output: given {output}, expected a name that ends in .jsonl")
     for path in sweep.traces:
-        if not Path(path).is_file():
+        if not zipfile.is_zipfile(path):
             raise typer.BadParameter(f"--trace: given {path}, expected an .npz file that exists")
+    if output is not None and not os.access(output.parent if not output.exists() else output, os.W_OK):
+        raise typer.BadParameter(f"--output: given {output}, expected a place that can be written")
+    if not sweep.operations:
+        raise typer.BadParameter("--operations: given none, expected at least one")
+    for name, values in (("--sms", sweep.sms), ("--tokens", sweep.tokens)):
+        for value in values:
+            if value is not None and value < 1:
+                raise typer.BadParameter(f"{name}: given {value}, expected 1 and more")
 
 
 def measure(

@@ -67,6 +67,8 @@ def describe_backend(memfd: bool) -> dict[str, Any]:
         "name": name,
         "reason": reason,
         "MOONEP_BACKEND": environment.backend(),
+        "MOONEP_MOVERS": environment.movers(),
+        "MOONEP_HANDLES": environment.handles(),
         "not_implemented": [planned for planned in ("collective",) if planned not in BACKENDS],
     }
 
@@ -126,7 +128,8 @@ def render(report: dict[str, Any], console: Console) -> None:
     facts.add_row("page", f"{memory['page_bytes']} bytes")
     facts.add_row("mappings", f"{memory['max_map_count'] or 'no known limit'} a process")
     facts.add_row("descriptors", f"{memory['file_descriptors'] or 'no known limit'} a process")
-    facts.add_row("MOONEP_BACKEND", backend["MOONEP_BACKEND"] or "not set")
+    for name in ("MOONEP_BACKEND", "MOONEP_MOVERS", "MOONEP_HANDLES"):
+        facts.add_row(name, backend[name] or "not set")
     facts.add_row("backend", f"{backend['name'] or 'none'}: {backend['reason']}")
     if backend["not_implemented"]:
         facts.add_row("", f"not implemented yet in this version: {', '.join(backend['not_implemented'])}")

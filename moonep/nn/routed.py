@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moonep.arguments import describe
 from moonep.buffer import Buffer
 from moonep.nn import functional, operators
 from moonep.nn.experts import check_pool, experts
@@ -40,8 +41,20 @@ class RoutedExperts:
     """
 
     def __init__(self, buffer: Buffer, pool: ExpertPool):
+        if not isinstance(buffer, Buffer):
+            raise ValueError(f"buffer: given {type(buffer).__name__}, expected a Buffer")
+        if not isinstance(pool, ExpertPool):
+            raise ValueError(f"pool: given {type(pool).__name__}, expected an ExpertPool")
         d = buffer.dims
+        if (pool.E, pool.B, pool.R) != (d.E, d.B, d.R):
+            raise ValueError(
+                f"pool: given E, B, ranks = {pool.E}, {pool.B}, {pool.R}, "
+                f"expected those of the Buffer: {d.E}, {d.B}, {d.R}"
+            )
         check_pool(pool, d)
+        for p in pool.projections:
+            if p.dtype != buffer.dtype:
+                raise ValueError(f"pool: given {p.name} of {p.dtype}, expected {buffer.dtype}, as the Buffer")
         shapes = {p.name: p.shape for p in pool.projections}
         if shapes["gate"][0] != d.H:
             raise ValueError(f"pool: given gate {list(shapes['gate'])}, expected [{d.H}, F], as H of the Buffer")
@@ -69,7 +82,9 @@ class RoutedExperts:
         Raises:
             ValueError: a bad argument; peers raise PeerError.
         """
-        if save not in operators.SAVE:
+        if not torch.compiler.is_compiling():
+            self._check(hidden, route_weights, slot_set, save)
+        elif save not in operators.SAVE:
             raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, operators.SAVE))}")
         anchor = self._anchor if any(self.pool.trains(name) for name in PROJECTIONS) else None
         if torch.compiler.is_compiling():
@@ -93,6 +108,19 @@ class RoutedExperts:
         rows = experts(pool, plan, rows, row_weights, slot_set=slot_set, rows_again=again)
         self._plan = plan
         return Routed(functional.combine(buffer, plan, rows, pool, slot_set=slot_set), plan.load)
+
+    def _check(self, hidden: object, route_weights: object, slot_set: object, save: object) -> None:
+        """What dispatch does not look at, so that peers hear of it at once."""
+        wrong = ""
+        if save not in operators.SAVE:
+            wrong = f"save: given {save!r}, expected one of {', '.join(map(repr, operators.SAVE))}"
+        if not isinstance(slot_set, int) or not 0 <= slot_set < self.pool.slot_sets:
+            wrong = f"slot_set: given {slot_set!r}, expected 0 to {self.pool.slot_sets - 1}"
+        for name, value in (("hidden", hidden), ("route_weights", route_weights)):
+            if not isinstance(value, Tensor):
+                wrong = f"{name}: given {describe(value)}, expected a tensor"
+        if wrong:
+            self.buffer.refuse("dispatch", wrong)
 
     def _call_operator(
         self,

@@ -52,8 +52,8 @@ class Router(nn.Module):
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k: given {top_k}, expected 1 to num_experts = {num_experts}")
         self.top_k, self.score, self.normalize, self.scale = top_k, score, normalize, scale
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden))
-        self.register_buffer("bias", torch.zeros(num_experts))
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden, dtype=torch.float))
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float))
 
     def forward(self, x: Tensor) -> Routing:
         """x: [s, H] any floating dtype."""
@@ -71,7 +71,7 @@ class Router(nn.Module):
             return scores.sum()
         E = scores.shape[1]
         # Not bincount: on a GPU it waits for the device.
-        share = torch.zeros(E, device=ids.device).scatter_add_(
+        share = torch.zeros(E, dtype=torch.float, device=ids.device).scatter_add_(
             0, ids.flatten(), torch.ones_like(ids, dtype=torch.float).flatten()
         )
         share /= ids.numel()
