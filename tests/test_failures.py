@@ -26,6 +26,7 @@ from torch import Tensor
 from moonep import Buffer, ExpertPool, Plan
 from moonep.errors import PeerError, PeerTimeout
 from moonep.memory import barrier as barrier_module
+from moonep.memory import barrier as barrier_words
 from moonep.memory.barrier import Barrier
 from moonep.memory.peers import Peers
 from moonep.planner import policy
@@ -1055,3 +1056,23 @@ def test_what_is_no_pool_or_no_slot_set_is_refused_and_the_buffer_stays_usable(s
             with pytest.raises(ValueError, match=r"slot_set: given .*, expected 0 to 0"):
                 call(plan, pool, slot_set=slot_set)
     assert small_buffer.usable
+
+
+def test_a_peer_that_refuses_and_then_fails_has_refused_whenever_one_looks():
+    """It goes on while its words are read: what it says first must be seen first."""
+    refused, broken = (barrier_words._REFUSED, barrier_words._BROKEN)
+
+    class Page(dict):
+        def __getitem__(self, word: int) -> int:
+            value = super().__getitem__(word)
+            if word == refused:  # and now the peer runs
+                self[refused], self[broken] = barrier_words.pack_range((3, 3)), 1
+            return value
+
+    waiting = object.__new__(barrier_words.Barrier)
+    waiting._pages = [Page(dict.fromkeys(range(barrier_words._NUM_WORDS), 0))]
+    waiting._number, waiting.operation = 3, "combine"
+    waiting._refusals = waiting._failures = [memoryview(bytearray(64))]
+    assert not waiting._arrived(0, 1)
+    with pytest.raises(PeerError, match="refused its arguments"):
+        waiting._arrived(0, 1)

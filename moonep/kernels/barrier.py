@@ -83,9 +83,10 @@ def wait(
                 signals + rank * signal_stride.to(tl.int64) + lane, 0, mask=is_rank, sem="acquire", scope="sys"
             )
             missing = tl.where(is_rank & (count < now), 1, 0)
+            # A peer says that it has refused before it fails because of it: so this is read last.
+            poisoned = tl.load(mine + lane * NF + POISONED, mask=is_rank, other=0, volatile=True)
             range_word = tl.load(mine + lane * NF + REFUSED_RANGE, mask=is_rank, other=0, volatile=True)
             first, last = range_word >> 32, range_word & 0x7FFFFFFF
-            poisoned = tl.load(mine + lane * NF + POISONED, mask=is_rank, other=0, volatile=True)
             refused = tl.where((first <= number) & (number <= last) & (number > 0), 1, 0)
             broken = tl.where((poisoned != 0) & (missing == 1), 1, 0)
             bad_peer = tl.min(tl.where((refused + broken > 0) & is_rank, lane, RP), 0)

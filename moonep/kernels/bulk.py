@@ -234,10 +234,10 @@ def await_flag(
         missing = (gl.atomic_add(flag, 0, sem="acquire", scope="sys") - phase) < 0
         spins += 1
         if missing & (spins % SPINS_BEFORE_LOOKING == 0):
+            poisoned = gl.load(fault + POISONED_, volatile=True)
             refused = gl.load(fault + REFUSED_RANGE_, volatile=True)
             first = refused >> 32
             last = refused & 0x7FFFFFFF
-            poisoned = gl.load(fault + POISONED_, volatile=True)
             kind = 0
             if now() - start > limit:
                 kind = 1

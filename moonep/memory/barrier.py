@@ -109,12 +109,13 @@ class Barrier:
 
     def _arrived(self, r: int, epoch: int) -> bool:
         page = self._pages[r]
-        # The epoch is read first: a peer publishes a refusal before any later epoch.
+        # The refusal is read last: a peer publishes it before any later epoch, and before it fails because of it.
+        broken = page[_BROKEN]
         theirs, operation = divmod(page[_EPOCH], _MAX_OPERATIONS)
         first, last = divmod(page[_REFUSED], 1 << RANGE_SHIFT)
         if first <= self._number <= last:
             raise PeerError(r, self.operation, f"refused its arguments: {_read(self._refusals[r])}")
-        if page[_BROKEN] and theirs < epoch:
+        if broken and theirs < epoch:
             raise PeerError(r, self.operation, f"failed: {_read(self._failures[r])}")
         if theirs == epoch and OPERATIONS[operation] != self.operation:
             raise PeerError(r, self.operation, f"called {OPERATIONS[operation]} instead")
