@@ -104,3 +104,18 @@ def test_help_shows_an_example():
 def test_commands_are_kept_without_directories(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/usr/bin/moonep", "bench", "--output", str(Path("/somewhere/else/goals.jsonl"))])
     assert bench._command("goals") == "moonep bench --output goals.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--output", f"{__file__}/a-file-is-no-folder.jsonl", "expected a place that can be written"),
+        ("--trace", __file__, "expected an .npz file that exists"),
+        ("--tokens", "-5", "expected 1 and more"),
+        ("--timeout-s", "nan", "expected 2 and more, over 0"),
+    ],
+)
+def test_nonsense_is_refused_before_ranks_start(option, value, says):
+    result = invoke(*TINY, option, value)
+    assert result.exit_code == 2
+    assert says in words(result.output)

@@ -147,8 +147,10 @@ def check_options(
     for path in sweep.traces:
         if not zipfile.is_zipfile(path):
             raise typer.BadParameter(f"--trace: given {path}, expected an .npz file that exists")
-    if output is not None and not os.access(output.parent if not output.exists() else output, os.W_OK):
-        raise typer.BadParameter(f"--output: given {output}, expected a place that can be written")
+    if output is not None:
+        there = next(path for path in (output, *output.absolute().parents) if path.exists())
+        if not os.access(there, os.W_OK) or (there.is_file() and there != output):
+            raise typer.BadParameter(f"--output: given {output}, expected a place that can be written")
     if not sweep.operations:
         raise typer.BadParameter("--operations: given none, expected at least one")
     for name, values in (("--sms", sweep.sms), ("--tokens", sweep.tokens)):
