@@ -18,6 +18,7 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -390,7 +391,7 @@ def test_operators_pass_opcheck(monkeypatch, save):
     ids = torch.randint(L, (S, K), generator=torch.Generator().manual_seed(1))
     anchor = operators.make_anchor() if trained else None
     args = (operators.ORDER.last, routed._number, x, weights, ids, anchor, 0, save, routed._sizes)
-    assert set(torch.library.opcheck(operators.routed_experts, args).values()) == {"SUCCESS"}
+    assert set(opcheck(operators.routed_experts, args).values()) == {"SUCCESS"}
     if not trained:
         return
     with torch.no_grad():
@@ -399,7 +400,7 @@ def test_operators_pass_opcheck(monkeypatch, save):
     if save == "tokens":
         saved = [x.detach(), weights.detach()]
     args = (key, routed._number, make_tokens(6), saved, plan, key, 0, save, K)
-    assert set(torch.library.opcheck(operators.routed_experts_backward, args).values()) == {"SUCCESS"}
+    assert set(opcheck(operators.routed_experts_backward, args).values()) == {"SUCCESS"}
 
 
 def test_operators_keep_no_layer_alive_and_say_when_one_is_gone():

@@ -3,12 +3,12 @@
 On Hopper and newer the copy engine of a multiprocessor (TMA) moves whole rows between global and shared memory, for one
 thread that asks for it. A few programs then saturate NVLink, and the others are free for what stays on this GPU.
 
-Movers do not end at a barrier. The tokens of a source are cut into chunks; when all senders of a rank are through with
-a chunk, the last of them sets the chunk's flag on every peer to the phase, the number of this launch. A program that
-needs what arrived waits for the flag, with the same limit as a barrier. Programs that send never wait and come first in
-the grid, so they run, whatever else does. Memory order: bulk stores have completed (`complete_stores`) before a sender
-counts itself; counting is acquire and release, the flag a release, waiting an acquire at system scope; the fence orders
-bulk loads after it.
+Movers do not end at a barrier. The tokens of a source are cut into chunks; when all senders of a rank are through
+with a chunk, the last of them sets the chunk's flag on every peer to the phase, the number of this launch. A program
+that needs what arrived waits for the flag, with the same limit as a barrier. Programs that send never wait and come
+first in the grid; operations of a GPU follow each other: so they run. Memory order: bulk stores have completed
+(`complete_stores`) before a sender counts itself; counting is acquire and release, the flag a release, waiting an
+acquire at system scope; the fence orders bulk loads after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._layouts import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moonep.dims import ceil_div, next_power_of_2
+from moonep.dims import align_up, ceil_div, next_power_of_2
 from moonep.kernels.barrier import NUM_FAULTS, POISONED, REFUSED_RANGE
 
 MAX_CHUNKS = 16
@@ -79,9 +79,9 @@ class RowShape:
         return fits and self.inner * self.itemsize >= _MIN_INNER_BYTES
 
 
-def chunk_tokens(S: int, num_chunks: int) -> int:
-    """Tokens of a chunk, when S tokens make at most `num_chunks` <= MAX_CHUNKS."""
-    return max(_MIN_CHUNK, ceil_div(ceil_div(S, num_chunks), 32) * 32)
+def chunk_tokens(S: int) -> int:
+    """Tokens of a chunk: at most MAX_CHUNKS of them in S."""
+    return max(_MIN_CHUNK, align_up(ceil_div(S, MAX_CHUNKS), 32))
 
 
 def describe_rows(rows: Tensor, ranks: int, rank_stride: int, count: int, inner: int, block: int) -> TensorDescriptor:

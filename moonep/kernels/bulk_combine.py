@@ -354,7 +354,6 @@ def _combine_kernel(
 
 MAX_SLOTS = 32
 TEAM_WARPS = 4
-NUM_CHUNKS = 16
 
 
 def halved(row: RowShape) -> tuple[int, int]:
@@ -403,7 +402,7 @@ def sum_rows(
         ),
         varying(waiting[2], rows, staging_stride, weights_stride, arrived.flags_stride, signals.fault_stride),
         HAS_WEIGHTS=int(gather), N=senders, M=finishers, R=R, S=S, K=K, W=W, C=C, H=H,
-        CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), SLOTS=slots, OUTER=outer,
+        CHUNK=bulk.chunk_tokens(S), SLOTS=slots, OUTER=outer,
         INNER=inner, VECTOR=vector, LANES=min(32, inner // vector), WARPS=TEAM_WARPS,
         num_warps=TEAM_WARPS,
     )  # fmt: skip

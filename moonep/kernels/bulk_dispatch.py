@@ -393,6 +393,7 @@ def _dispatch_kernel(
     for i in gl.static_range(TEAMS * STAGES):
         mbarrier.init(bars.index(i), count=1)
     zeros = smem.index(TEAMS * STAGES)
+    # Written out for each warp: tuples that are put together lose what is known at compile time.
     gl.warp_specialize(
         [
             (
@@ -443,7 +444,6 @@ def _dispatch_kernel(
 
 
 MAX_STAGES = 3  # of a warp
-NUM_CHUNKS = 16
 
 
 def row_shape(H: int, itemsize: int) -> RowShape:
@@ -491,6 +491,6 @@ def move_rows(
         varying(waiting[2], arrived.flags_stride, signals.fault_stride),
         FRESH=arrivals is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=R, S=S, K=K,
         W=min(R, K), C=C, G=fill.shape[0], PP=max(128, next_power_of_2(P)),
-        CHUNK=bulk.chunk_tokens(S, NUM_CHUNKS), STAGES=stages, BLOCK=shape.block, INNER=shape.inner,
+        CHUNK=bulk.chunk_tokens(S), STAGES=stages, BLOCK=shape.block, INNER=shape.inner,
         WAIT=bulk.waiting_for(min(R, K)), num_warps=4,
     )  # fmt: skip
