@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import moonep
 from moonep import nn as moonep_nn
 from moonep.nn import MoE, Router, functional
-from moonep.nn.experts import add_weight_grad, experts, grouped_mm
+from moonep.nn.experts import experts
+from moonep.nn.grouped import add_weight_grad, grouped_mm
 from moonep.testing import routing
 from moonep.testing.dense import dense_moe
 
