@@ -35,6 +35,8 @@ Event = CompletedEvent | torch.cuda.Event
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+SMS_BESIDE = 16  # of kernels that move weights while others compute, unless `num_sms` says otherwise
+
 _buffer_ids = itertools.count(1)
 
 
@@ -294,6 +296,7 @@ class Buffer:
         *,
         slot_set: int = 0,
         force: bool = False,
+        projections: Sequence[str] | None = None,
     ) -> Event | None:
         """Copy the weights of this rank's redundant experts from their homes into the pool's slots.
 
@@ -303,9 +306,10 @@ class Buffer:
         Args:
             plan: of this Buffer.
             pool: of the same group, E and B.
-            async_finish: return an event, not None.
+            async_finish: return an event, not None; take few multiprocessors, for what runs beside it.
             slot_set: which of the pool's slots.
             force: copy in any case.
+            projections: which ones; None: all.
 
         Raises:
             ValueError: a bad argument.
@@ -316,8 +320,13 @@ class Buffer:
         with self._operation("prefetch", collective=False):
             self._check_plan(plan)
             self._check_pool(pool, slot_set)
+            for name in projections or ():
+                if name not in (p.name for p in pool.projections):
+                    known = ", ".join(repr(p.name) for p in pool.projections)
+                    raise ValueError(f"projections: given {name!r}, expected some of {known}")
             with self._backend.run(async_finish, plan.tensors()):
-                pool.fill_slots(plan, slot_set, force, num_sms=self._num_sms)
+                num_sms = self._sms_beside(async_finish)
+                pool.fill_slots(plan, slot_set, force, num_sms=num_sms, projections=projections)
         return self._backend.event(async_finish)
 
     @torch.no_grad()
@@ -359,7 +368,7 @@ class Buffer:
         Args:
             plan: of this Buffer.
             pool: with `grads=True`.
-            async_finish: return an event, not None.
+            async_finish: return an event, not None; take few multiprocessors, for what runs beside it.
             slot_set: which of the pool's slots.
 
         Raises:
@@ -375,7 +384,7 @@ class Buffer:
             if not pool.grads:
                 raise ValueError("pool: given one without gradients, expected ExpertPool(grads=True)")
             with self._backend.run(async_finish, plan.tensors()):
-                self._reduce(plan, pool.slot_reductions(slot_set))
+                self._reduce(plan, pool.slot_reductions(slot_set), self._sms_beside(async_finish))
             pool.release_gradients(slot_set)
         return self._backend.event(async_finish)
 
@@ -398,19 +407,23 @@ class Buffer:
             self._check_plan(plan)
             reductions = gradient_forms(grads, self.dims, self.rank, self._backend.device)
             with self._backend.run(async_finish, [*grads.values(), *plan.tensors()]):
-                self._reduce(plan, reductions)
+                self._reduce(plan, reductions, self._num_sms)
         return self._backend.event(async_finish)
 
-    def _reduce(self, plan: Plan, reductions: list[SlotReduction]) -> None:
+    def _sms_beside(self, async_finish: bool) -> int | None:
+        """Multiprocessors of kernels that move weights; None: all."""
+        return SMS_BESIDE if async_finish and self._num_sms is None else self._num_sms
+
+    def _reduce(self, plan: Plan, reductions: list[SlotReduction], num_sms: int | None) -> None:
         if self.dims.spills:
             raise ValueError(
                 f"B: given {self.dims.B}, expected B >= min(L, E - L) = {self.dims.max_redundant} for gradients: "
                 "a redundant expert without a slot has no place for its gradient"
             )
         self._backend.barrier.wait()  # peers have written the gradients of their slots
-        add_gradients(reductions, plan, self._num_sms)
+        add_gradients(reductions, plan, num_sms)
         self._backend.barrier.wait()  # peers have read this rank's slots
-        clear_gradients(reductions, plan, self._num_sms)
+        clear_gradients(reductions, plan, num_sms)
 
     def barrier(self) -> None:
         """Wait for all ranks (on CUDA: the stream waits). What a rank wrote before is visible to all after it."""

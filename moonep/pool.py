@@ -16,6 +16,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Mapping as MappingOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -352,6 +353,7 @@ class ExpertPool:
         force: bool = False,
         check_updates: bool = True,
         num_sms: int | None = None,
+        projections: Sequence[str] | None = None,
     ) -> None:
         """Copy the weights that `plan` wants into the slots, unless they are there.
 
@@ -361,10 +363,10 @@ class ExpertPool:
             force: copy in any case.
             check_updates: also copy when peers may have changed their weights since.
             num_sms: multiprocessors that a kernel may use; None: all.
+            projections: which ones; None: all.
         """
-        stale = [
-            name for name in self._slots[slot_set] if force or not self._holds(name, plan, slot_set, check_updates)
-        ]
+        names = self._slots[slot_set] if projections is None else projections
+        stale = [name for name in names if force or not self._holds(name, plan, slot_set, check_updates)]
         if stale:
             for name in stale:
                 self._slots[slot_set][name].holder = None

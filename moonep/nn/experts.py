@@ -69,7 +69,7 @@ def compute_rows(
     route_weights: Tensor,
     *,
     out: Tensor | None = None,
-    ready: Callable[[], None] | None = None,
+    ready: grouped.Ready | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `experts` returns, and the rows in use times gate and up: [C, H], [n, F], [n, F].
 
@@ -93,7 +93,7 @@ def differentiate_rows(
     products: Sequence[Tensor],
     *,
     in_place: bool = False,
-    ready: Callable[[], None] | None = None,
+    ready: grouped.Ready | None = None,
     weights_done: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The backward of `experts`: adds weight gradients to the pool's, and returns those of rows and route weights.
@@ -129,8 +129,8 @@ def differentiate_rows(
 
 
 def _weights(
-    pool: ExpertPool, plan: Plan, slot_set: int, ready: Callable[[], None] | None
-) -> tuple[dict[str, Tensor], Tensor, int | None, Callable[[], None] | None]:
+    pool: ExpertPool, plan: Plan, slot_set: int, ready: grouped.Ready | None
+) -> tuple[dict[str, Tensor], Tensor, int | None, grouped.Ready | None]:
     """Weights and offsets of this rank's groups, how many are its own experts, and what the others wait for.
 
     The compact view, or all experts when some have no slot: then what has none is in between, and nothing waits.
@@ -139,5 +139,6 @@ def _weights(
     if not plan.dims.spills:
         return pool.compact_of(slot_set), plan.compact_cu_seqlens, plan.dims.L, ready
     if ready is not None:
-        ready()
+        for name in grouped.ORDER:
+            ready(name)
     return pool.full_of(slot_set), plan.cu_seqlens, None, None

@@ -11,12 +11,13 @@ the reduction, as operations of a Buffer follow each other, so nothing else has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moonep.buffer import Buffer
+from moonep.nn import grouped
 from moonep.nn.experts import compute_rows, differentiate_rows
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
@@ -56,7 +57,7 @@ def forward(
     rows, row_weights, _, plan = buffer.dispatch(
         tokens, weights, topk_experts, zero_copy=not keep, router_weights_zero_copy=not keep
     )
-    ready = _prefetch(buffer, plan, pool, slot_set, overlap)
+    ready = _prefetch(buffer, plan, pool, slot_set, overlap, grouped.ORDER)
     target = buffer.hidden_nvsh_buffer_view
     out, *products = compute_rows(pool, plan, slot_set, rows, row_weights, out=target, ready=ready)
     output = buffer.combine(plan, out, zero_copy=True)[0]
@@ -89,7 +90,8 @@ def backward(
     held = pool.holds(plan, slot_set)  # before a dispatch: slots that no other layer has used since are still right
     in_buffer = save != TOKENS
     grad_rows = buffer.dispatch(grad_output.contiguous(), plan=plan, zero_copy=in_buffer)[0]
-    ready = None if held else _prefetch(buffer, plan, pool, slot_set, overlap)
+    order = grouped.BACKWARD_ORDER if save == ROWS else grouped.ORDER
+    ready = None if held else _prefetch(buffer, plan, pool, slot_set, overlap, order)
     if save == TOKENS:
         tokens, weights = saved
         rows, row_weights, _, _ = buffer.dispatch(
@@ -111,7 +113,18 @@ def backward(
     return grad_hidden, grad_weights
 
 
-def _prefetch(buffer: Buffer, plan: Plan, pool: ExpertPool, slot_set: int, overlap: bool) -> Callable[[], None] | None:
-    """Fill the slots. Returns what waits for it, if the current stream does not."""
-    event = buffer.prefetch(plan, pool, overlap, slot_set=slot_set)
-    return None if event is None else event.wait
+def _prefetch(
+    buffer: Buffer, plan: Plan, pool: ExpertPool, slot_set: int, overlap: bool, order: Sequence[str]
+) -> grouped.Ready | None:
+    """Fill the slots: what is used first comes first. Returns what waits for a projection's; None: no need to."""
+    if not overlap or buffer.dims.max_redundant == 0:
+        buffer.prefetch(plan, pool, slot_set=slot_set)
+        return None
+    events = {name: buffer.prefetch(plan, pool, True, slot_set=slot_set, projections=[name]) for name in order}
+
+    def ready(name: str) -> None:
+        event = events[name]
+        assert event is not None
+        event.wait()
+
+    return ready

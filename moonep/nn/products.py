@@ -20,18 +20,25 @@ Pair = tuple[Tensor, Tensor]  # rows, and weights of all groups
 
 
 class Job(NamedTuple):
-    """Products to add up, of rows [C, K] with weights [G, K, N] or, `transposed`, [G, N, K]; and where to put them."""
+    """Products to add up.
+
+    Attributes:
+        pairs: rows [C, K] and weights [G, K, N] or, if `transposed`, [G, N, K].
+        out: [C, N] to put them; None: a new tensor.
+        ready: called before the weights of groups that are not the first are used; None: they are ready.
+    """
 
     pairs: Sequence[Pair]
     out: Tensor | None = None
     transposed: bool = False
+    ready: Callable[[], None] | None = None
 
 
 class Products(Protocol):
     """What `moonep.nn.grouped` is made of, for one layer call's groups."""
 
-    def multiply(self, *jobs: Job, ready: Callable[[], None] | None = None) -> list[Tensor]:
-        """[n or C, N] of each job. `ready` is called before the weights of groups that are not the first are used."""
+    def multiply(self, *jobs: Job) -> list[Tensor]:
+        """[n or C, N] of each job."""
 
     def activate(self, gate: Tensor, up: Tensor, route_weights: Tensor) -> Tensor:
         """silu(gate) * up * route weight, in fp32, rounded once."""
@@ -86,21 +93,21 @@ class KernelProducts:
         major = torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0
         self._tiles = kernels.Tiles.lay(offsets, len(hidden), split, kernels.blocks_for(hidden.dtype, major))
 
-    def multiply(self, *jobs: Job, ready: Callable[[], None] | None = None) -> list[Tensor]:
+    def multiply(self, *jobs: Job) -> list[Tensor]:
         from moonep.kernels import grouped as kernels
 
         outs = []
-        for pairs, out, transposed in jobs:
-            x, weight = pairs[0]
-            outs.append(x.new_empty(len(x), weight.shape[1 if transposed else 2]) if out is None else out)
-        parts = [kernels.ALL]
-        if ready is not None:
-            parts = [kernels.FIRST_GROUPS, kernels.OTHER_GROUPS]
-        for part in parts:
-            if ready is not None and part == kernels.OTHER_GROUPS:
-                ready()
-            for job, out in zip(jobs, outs, strict=True):
-                kernels.multiply(self._tiles, job.pairs, out, transposed=job.transposed, part=part)
+        for job in jobs:
+            x, weight = job.pairs[0]
+            width = weight.shape[1 if job.transposed else 2]
+            out = x.new_empty(len(x), width) if job.out is None else job.out
+            part = kernels.ALL if job.ready is None else kernels.FIRST_GROUPS
+            kernels.multiply(self._tiles, job.pairs, out, transposed=job.transposed, part=part)
+            outs.append(out)
+        for job, out in zip(jobs, outs, strict=True):
+            if job.ready is not None:
+                job.ready()
+                kernels.multiply(self._tiles, job.pairs, out, transposed=job.transposed, part=kernels.OTHER_GROUPS)
         return outs
 
     def activate(self, gate: Tensor, up: Tensor, route_weights: Tensor) -> Tensor:
@@ -131,11 +138,11 @@ class TorchProducts:
         self._offsets, self._capacity = offsets, capacity
         self._used = capacity if offsets.is_cuda else int(offsets[-1])
 
-    def multiply(self, *jobs: Job, ready: Callable[[], None] | None = None) -> list[Tensor]:
-        if ready is not None:
-            ready()
+    def multiply(self, *jobs: Job) -> list[Tensor]:
         outs = []
-        for pairs, out, transposed in jobs:
+        for pairs, out, transposed, ready in jobs:
+            if ready is not None:
+                ready()
             total: Tensor | None = None
             for x, weight in pairs:
                 product = self._product(x[: self._used], weight.transpose(1, 2) if transposed else weight)
