@@ -457,7 +457,7 @@ def die_with_all_to_all(comparison: Comparison, number: int) -> None:
 def test_a_peer_that_kills_its_ranks_is_named_and_the_others_are_measured(monkeypatch):
     monkeypatch.setattr(side_by_side, "compare", die_with_all_to_all)
     lines: list[dict[str, Any]] = []
-    side_by_side.run_comparison(replace(COMPARISON, peers=("moonep", "all_to_all")), 2, 60.0, lines.append)
+    side_by_side.run_comparisons([replace(COMPARISON, peers=("moonep", "all_to_all"))], 2, 60.0, lines.append)
     failed = [line for line in lines if "error" in line]
     assert [line["peer"] for line in failed] == ["all_to_all", "all_to_all"]
     assert all("SIGKILL" in line["error"] for line in failed)
