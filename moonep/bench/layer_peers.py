@@ -17,20 +17,12 @@ from torch import Tensor
 import moonep
 from moonep.bench.layer_gate import Input, Result
 from moonep.bench.layer_movers import AllToAllMover, DeepEPMover, Mover, routed_experts
-from moonep.bench.peers import World
+from moonep.bench.layer_world import LayerWorld
 from moonep.nn import RoutedExperts
 from moonep.plan import Plan
 
 FORWARD, BACKWARD, LAYER = "layer_forward", "layer_backward", "layer"
 NO_PREFETCH = "layer_no_prefetch"
-
-
-@dataclass(frozen=True)
-class LayerWorld(World):
-    """What all layers share: weights and gradients of the experts, and MoonEP's Buffer."""
-
-    pool: moonep.ExpertPool
-    buffer: moonep.Buffer
 
 
 class Layer(Protocol):
