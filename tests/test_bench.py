@@ -282,7 +282,8 @@ def test_the_goals_suite_measures_every_goal():
             us += 50.0 if setting.budget == STRICT else 0.0
             lines.append({**line, "median_us": us, "physical_bytes": 1000, "physical_gbps": 1000 / us})
     values = goals.measured(lines)
-    assert {key for key, value in values.items() if value is None} == {"deepep_v2_ratio_32"}
+    missing = {key for key, value in values.items() if value is None}
+    assert missing == {"deepep_v2_ratio_32", *(goal.key for goal in goals.LAYER_GOALS)}
     assert values["dispatch_us_32"] == values["host_us"] == 100.0  # not the strict rows
     assert values["growth_imbalance"] == 1.05
     assert values["growth_maxvio"] == 1.0

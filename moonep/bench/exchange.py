@@ -15,20 +15,20 @@ class Exchange:
 
     Attributes:
         order: [A] this rank's assignments, ordered by expert.
+        rank_of: [A] the place of each assignment in `order`.
         place: [n] the row that each arriving row gets, n = sum(received).
+        source: [rows] the arriving row that each row takes; n for padding, which is zero.
         ends: [L] int32 end row of each home expert's group.
-        rows: of all groups, with padding.
         sent, received: rows to and from each rank.
-        padded: whether there are rows of padding; they are zero.
     """
 
     order: Tensor
+    rank_of: Tensor
     place: Tensor
+    source: Tensor
     ends: Tensor
-    rows: int
     sent: list[int]
     received: list[int]
-    padded: bool
     group: dist.ProcessGroup | None = None
 
     @staticmethod
@@ -44,7 +44,8 @@ class Exchange:
         device, L = ids.device, E // R
         sorted_ids, order = ids.flatten().sort(stable=True)
         counts_E = torch.searchsorted(sorted_ids, torch.arange(E + 1, device=device)).diff()
-        arriving_E = _all_to_all(counts_E, [L] * R, [L] * R, group)
+        arriving_E = torch.empty_like(counts_E)
+        _all_to_all(arriving_E, counts_E, [L] * R, [L] * R, group)
         arriving_RL = arriving_E.view(R, L)
         sizes_L = (arriving_RL.sum(0) + padding - 1) // padding * padding
         ends_L = sizes_L.cumsum(0)
@@ -55,24 +56,35 @@ class Exchange:
         n = sum(received)
         shift = (first_RL - arrive_RL).flatten().repeat_interleave(arriving_E, output_size=n)
         place = shift + torch.arange(n, device=device)
-        return Exchange(order, place, ends_L.int(), rows, sent, received, padding > 1, group)
+        source = _invert(place, torch.full((rows,), n, device=device))
+        return Exchange(
+            order, _invert(order, torch.empty_like(order)), place, source, ends_L.int(), sent, received, group
+        )
 
     def send(self, values: Tensor) -> Tensor:
         """[A, ...] by `order` -> [rows, ...] in the groups of their experts. Collective."""
-        arrived = _all_to_all(values, self.sent, self.received, self.group)
-        shape = (self.rows, *values.shape[1:])
-        grouped = arrived.new_zeros(shape) if self.padded else arrived.new_empty(shape)
-        return grouped.index_copy_(0, self.place, arrived)
+        n = len(self.place)
+        arrived = values.new_empty(n + 1, *values.shape[1:])
+        _all_to_all(arrived[:n], values, self.sent, self.received, self.group)
+        arrived[n] = 0
+        return arrived.index_select(0, self.source)
 
     def back(self, rows: Tensor) -> Tensor:
         """[rows, ...] -> [A, ...] in the order of the assignments. Collective."""
-        values = _all_to_all(rows[self.place], self.received, self.sent, self.group)
-        return torch.empty_like(values).index_copy_(0, self.order, values)
+        values = rows.new_empty(len(self.order), *rows.shape[1:])
+        _all_to_all(values, rows.index_select(0, self.place), self.received, self.sent, self.group)
+        return values.index_select(0, self.rank_of)
 
 
-def _all_to_all(values: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    if not dist.is_initialized():
-        return values
-    arrived = values.new_empty(sum(received), *values.shape[1:])
-    dist.all_to_all_single(arrived, values.contiguous(), received, sent, group=group)
-    return arrived
+def _invert(places: Tensor, result: Tensor) -> Tensor:
+    """result[places[i]] = i."""
+    return result.index_copy_(0, places, torch.arange(len(places), device=places.device))
+
+
+def _all_to_all(
+    arrived: Tensor, values: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
+) -> None:
+    if dist.is_initialized():
+        dist.all_to_all_single(arrived, values, received, sent, group=group)
+    else:
+        arrived.copy_(values)

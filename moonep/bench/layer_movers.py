@@ -59,13 +59,13 @@ class AllToAllMover:
 
     def send(self, hidden: Tensor, route_weights: Tensor, ids: Tensor) -> Sent:
         exchange = Exchange.plan(ids, self.E, self.R, self.padding, self.group)
-        rows = exchange.send(hidden[exchange.order // ids.shape[1]])
+        rows = exchange.send(hidden.index_select(0, exchange.order // ids.shape[1]))
         weights = exchange.send(route_weights.flatten()[exchange.order])
         return Sent(rows, weights, exchange.ends, (exchange, ids.shape))
 
     def send_again(self, hidden: Tensor, handle: Any) -> Tensor:
         exchange, (_, K) = handle
-        return exchange.send(hidden[exchange.order // K])
+        return exchange.send(hidden.index_select(0, exchange.order // K))
 
     def back(self, rows: Tensor, handle: Any) -> Tensor:
         exchange, shape = handle

@@ -126,7 +126,7 @@ class AllToAll:
 
     def dispatch(self, batch: Batch) -> Any:
         exchange = Exchange.plan(batch.ids, self.world.E, self.world.R)
-        rows = exchange.send(batch.x[exchange.order // self.world.K])
+        rows = exchange.send(batch.x.index_select(0, exchange.order // self.world.K))
         return rows, exchange.send(batch.weights.flatten()[exchange.order]), exchange
 
     def combine(self, sent: Any) -> Tensor:
