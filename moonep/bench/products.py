@@ -115,4 +115,4 @@ def check_products(o: Operands, product: Tensor, grad: Tensor) -> None:
         if end > begin:
             rows, grad_rows = o.rows[begin:end].float(), o.grad_rows[begin:end].float()
             check_rows(f"{GEMM}, group {g}", product[begin:end], rows @ o.weight[g].float(), TOLERANCE)
-            check_rows(f"{WEIGHT_GRAD}, group {g}", grad[g][None], (rows.t() @ grad_rows)[None], TOLERANCE)
+            check_rows(f"{WEIGHT_GRAD}, group {g}", grad[g], rows.t() @ grad_rows, TOLERANCE)

@@ -7,7 +7,7 @@ only, makes that rank hot; the learning rate is so small that it stays as hot as
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from moonep.bench.hosts import GateError, Hosts
 from moonep.bench.layer_movers import AllToAllMover, routed_experts
 from moonep.bench.peers import World
 from moonep.bench.routings import HOT_EXPERTS, Routing
+from moonep.bench.timing import Call
 from moonep.cli.demo_training import LOSS_BOUND, Batches, LanguageModel, Settings
 from moonep.nn import MoE
 from moonep.nn import Routing as Routed
@@ -59,7 +60,7 @@ class Transformer(Comparison):
         return (TRAINING_STEP,)
 
     def line(self, R: int, name: str, operation: str, routing: Routing) -> Line:
-        about = {"F": self.F, "P": self.P, "sms": None, "layers": self.layers}
+        about = {"F": self.F, "P": self.P, "sms": None, "layers": self.layers, "variant": None}
         return {**super().line(R, name, operation, routing), **about}
 
     def open(self, rank: int, R: int, device: torch.device) -> TransformerWorld:
@@ -88,15 +89,19 @@ class Transformer(Comparison):
         settings = self.settings(world.R)
         return Trainer(settings, [make_layer(name, settings, i) for i in range(self.layers)], world)
 
+    def barrier(self, world: TransformerWorld, peers: Mapping[str, Any]) -> Call | None:
+        layers = [layer for peer in peers.values() for layer in peer.layers if isinstance(layer, MoE)]
+        return layers[0].buffer.barrier if layers else None
+
     def make_batch(self, world: TransformerWorld, routing: Routing, hosts: Hosts) -> tuple[Routing, Line]:
         """Batches are the text's; a routing is a bias."""
         return routing, {}
 
     def check(self, world: TransformerWorld, name: str, peer: Trainer, batch: Routing, hosts: Hosts) -> Checked:
         peer.set_bias(batch.value)
-        losses = [float(peer.step()) for _ in range(CHECKED_STEPS)]
-        want = world.losses.setdefault(batch, losses)
-        bound = LOSS_BOUND["bfloat16"]
+        by_rank = hosts.exchange([float(peer.step()) for _ in range(CHECKED_STEPS)])
+        losses = [sum(of_ranks) / world.R for of_ranks in zip(*by_rank, strict=True)]
+        want, bound = world.losses.setdefault(batch, losses), LOSS_BOUND["bfloat16"]
         if not all(abs(a - b) <= bound for a, b in zip(losses, want, strict=True)):
             raise GateError(f"loss: {losses}, of the other layers {want}, allowed difference {bound:g}")
         choices = hosts.exchange(peer.choices())
