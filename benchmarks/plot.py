@@ -178,8 +178,8 @@ def draw_peers(lines: list[Line]) -> Figure | None:
                 if None not in parts:
                     both[value] = sum(us for us in parts if us is not None)
             axes.plot([f"{value:g}" for value in both], list(both.values()), marker="o", label=f"{peer}, {budget}")
-        axes.set_ylim(bottom=0)
         axes.set_xlabel(text)
+    grid[0].set_ylim(bottom=0)  # of all, which share it
     grid[0].set_ylabel("dispatch + combine, us, eager")
     grid[-1].legend(frameon=False)
     figure.suptitle(f"Beside peers, in one process group, in turn: {_machine(rows)}")
@@ -208,8 +208,8 @@ def draw_layers(lines: list[Line]) -> Figure | None:
             )  # fmt: skip
         if ideal is not None:
             axes.axhline(ideal / 1000, color="gray", linestyle=":", label="moonep, balanced")
-        axes.set_ylim(bottom=0)
         axes.set_xlabel(text)
+    grid[0].set_ylim(bottom=0)  # of all, which share it
     grid[0].set_ylabel("forward + backward, ms, eager")
     grid[-1].legend(frameon=False)
     figure.suptitle(f"One layer by skew of the router, in one process group, in turn: {_machine(rows)}")

@@ -16,7 +16,7 @@ from test_bench import load
 from typer.testing import CliRunner
 
 import moonep
-from moonep.bench import goals, layer_goals, results
+from moonep.bench import goals, layer_goals, layer_memory, results
 from moonep.bench.comparison import Comparison
 from moonep.bench.exchange import Exchange
 from moonep.bench.hosts import GateError, Hosts
@@ -58,7 +58,10 @@ def lines_of(comparison: Comparison, number: int, spoil: str | None = None) -> l
         "token gradient": ("moonep.nn.functional.differentiate_dispatch", scaled),
         "reduction": ("moonep.Buffer.reduce", lambda _: lost),
         "weight gradient": ("moonep.nn.grouped.add_weight_grad", lambda _: doubled),
-        "loss": ("moonep.bench.transformer.GroupedMoE.forward", lambda forward: lambda self, x: forward(self, x) * 9),
+        "loss": (
+            "moonep.bench.transformer_layers.GroupedMoE.forward",
+            lambda forward: lambda self, x: forward(self, x) * 9,
+        ),
     }
     if spoil is None or not (second or spoil in ("reduction", "loss")):
         compare(comparison, number, report=lines.append)
@@ -120,6 +123,23 @@ def test_memory_is_not_told_without_a_gpu(ranks):
         ("moonep", None, 12),
         ("all_to_all", None, 12),
     ]
+
+
+def test_growth_is_of_the_peak_with_what_pool_and_buffer_hold(monkeypatch):
+    peaks = iter([100, 150])
+    monkeypatch.setattr(layer_memory, "_peak_bytes", lambda *_: next(peaks))
+    monkeypatch.setattr(layer_memory, "meeting", lambda *_: lambda: None)
+    memory = {"weights": 200, "gradients": 200, "total": 900}
+    holder = SimpleNamespace(memory=lambda: memory, check=lambda: None)
+    world: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), pool=holder, buffer=holder)
+    peer = PeakMemory(24, 16, 2, 8, (HOT,), steps=20)
+    batches: Any = [None] * 3
+    layer: Any = object.__new__(MoonEPLayer)
+    found = peer.check(world, "moonep", layer, batches, Hosts(0, 1, 1.0, "growth")).found["peak_memory"]
+    assert found == {"first_bytes": 1900, "peak_bytes": 1950, "growth": 1.0263}
+    peaks = iter([100, 50])
+    found = peer.check(world, "all_to_all", object(), batches, Hosts(0, 1, 1.0, "growth")).found["peak_memory"]
+    assert found == {"first_bytes": 500, "peak_bytes": 500, "growth": 1.0}
 
 
 def test_training_steps_of_both_layers_have_the_same_losses_and_a_wrong_one_has_no_time(ranks):

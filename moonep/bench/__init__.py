@@ -28,6 +28,6 @@ layer_movers  the peers' layer: other ways to move rows, the same grouped produc
 layer_gate    outputs and all gradients equal each other's, and a dense layer's
 products      the grouped products beside torch's
 layer_memory  memory over steps whose hot rank changes
-transformer   training steps of a small model
+transformer   training steps of a small model, with layers of transformer_layers
 layer_goals   which lines measure the goals of layers
 """

@@ -55,7 +55,8 @@ class Layers(LayerComparison):
         want = replace(got, grad_weights={name: grad.clone() for name, grad in got.grad_weights.items()})
         dense = None
         if world.R * self.S * self.K * self.H * self.F <= DENSE_WORK:
-            inputs = [Input(*parts) for parts in hosts.exchange([t.detach() for t in _tensors(batch)])]
+            every = hosts.exchange([tensor.detach().cpu() for tensor in _tensors(batch)])
+            inputs = [Input(*(tensor.to(world.device) for tensor in parts)) for parts in every]
             dense = dense_result(inputs, {name: full[: world.E] for name, full in world.pool.full.items()}, world.rank)
         return LayerBatch(*_tensors(batch), want, dense), about
 
