@@ -6,7 +6,7 @@ around that (sorting, exchange of counts, waiting for them) is its own and is ti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from moonep.bench.exchange import Exchange
 from moonep.bench.peers import ALIGNMENT, DeepEPV2, World
 from moonep.nn import grouped
+
+Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,8 @@ def _aligned_ends(handle: Any, device: torch.device) -> Tensor:
 
 def routed_experts(
     mover: Mover,
-    weights: grouped.Weights,
-    grads: Callable[[], grouped.Weights],
+    weights: Weights,
+    grads: Callable[[], Weights],
     hidden: Tensor,
     route_weights: Tensor,
     ids: Tensor,
@@ -155,8 +157,8 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         mover: Mover,
-        weights: grouped.Weights,
-        grads: Callable[[], grouped.Weights],
+        weights: Weights,
+        grads: Callable[[], Weights],
         hidden: Tensor,
         route_weights: Tensor,
         ids: Tensor,

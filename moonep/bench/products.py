@@ -94,9 +94,10 @@ class Products(LayerComparison):
         world.buffer.prefetch(plan, world.pool)
         ends = plan.compact_cu_seqlens
         used = int(ends[-1])
-        # On a GPU products are told the capacity, not the rows in use: how many these are is known there only.
-        rows = rows[: grouped.rows_in_use(ends, len(rows))]
-        rows[used:] = 0
+        if world.device.type == "cuda":
+            rows[used:] = 0  # a layer multiplies all that there is room for: how many are in use, only the device knows
+        else:
+            rows = rows[:used]
         generator = torch.Generator(world.device).manual_seed(world.rank)
         grad_rows = torch.randn(len(rows), self.F, device=world.device, generator=generator).to(world.dtype)
         grad = world.pool.compact_grad["gate"]
