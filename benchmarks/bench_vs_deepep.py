@@ -22,7 +22,7 @@ from moonep import environment
 from moonep.bench import results
 from moonep.bench.peers import PEERS
 from moonep.bench.routings import Routing
-from moonep.bench.side_by_side import Comparison, run_comparison, run_launched
+from moonep.bench.side_by_side import Comparison, run_comparisons, run_launched
 
 SIZES = {"cuda": (8192, 7168, 8, 384), "cpu": (64, 32, 2, 8)}
 MAXVIOS = {"cuda": [0.2, 1.0, 10.0, 20.0], "cpu": [1.0]}
@@ -81,9 +81,9 @@ def main() -> None:
         print(describe(line), file=people, flush=True)
 
     if environment.launched():
-        run_launched(comparison, take)
+        run_launched([comparison], take)
     else:
-        run_comparison(comparison, args.ranks, args.timeout_s, take)
+        run_comparisons([comparison], args.ranks, args.timeout_s, take)
     if first and args.json:
         print(json.dumps({"set": about["set"], "backend": args.device, "rows": lines}))
     if any("gate" in line for line in lines):

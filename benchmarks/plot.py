@@ -6,6 +6,7 @@ growth      time against imbalance and maxvio, stacked: planning, dispatch, pref
 bandwidth   physical bandwidth against SMs, with the copy engines' as lines
 tokens      time against tokens, graph and eager
 peers       dispatch and combine beside peers, against imbalance and maxvio
+layers      one layer, forward and backward, beside the same on peers, against imbalance and maxvio
 
 A figure whose lines are not there is not drawn.
 """
@@ -21,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moonep.bench import results
+from moonep.bench.layer_peers import LAYER
 from moonep.bench.settings import LOCAL_ALL
 
 Line = dict[str, Any]
@@ -37,6 +39,7 @@ COLOURS = {
     "combine": "tab:green",
     "reduce_grad": "tab:red",
 }
+PEER_COLOURS = {"moonep": "tab:blue", "all_to_all": "tab:orange", "deepep_v2": "tab:green"}
 
 
 def main() -> None:
@@ -62,6 +65,7 @@ def draw_all(lines: Iterable[Line], directory: Path, suffix: str) -> list[Path]:
         "bandwidth": draw_bandwidth,
         "tokens": draw_tokens,
         "peers": draw_peers,
+        "layers": draw_layers,
     }
     for name, draw in figures.items():
         figure = draw(lines)
@@ -159,7 +163,7 @@ def draw_tokens(lines: list[Line]) -> Figure | None:
 
 def draw_peers(lines: list[Line]) -> Figure | None:
     """dispatch + combine of MoonEP and its peers, side by side."""
-    rows = [line for line in lines if line.get("peer")]
+    rows = [line for line in lines if line.get("peer") and line["operation"] in ("dispatch", "combine")]
     sweeps = [(kind, text) for kind, text in SWEEPS if len(_values(_of(rows, "dispatch", None), kind)) > 1]
     if not sweeps:
         return None
@@ -174,11 +178,41 @@ def draw_peers(lines: list[Line]) -> Figure | None:
                 if None not in parts:
                     both[value] = sum(us for us in parts if us is not None)
             axes.plot([f"{value:g}" for value in both], list(both.values()), marker="o", label=f"{peer}, {budget}")
-        axes.set_ylim(bottom=0)
         axes.set_xlabel(text)
+    grid[0].set_ylim(bottom=0)  # of all, which share it
     grid[0].set_ylabel("dispatch + combine, us, eager")
     grid[-1].legend(frameon=False)
     figure.suptitle(f"Beside peers, in one process group, in turn: {_machine(rows)}")
+    return figure
+
+
+def draw_layers(lines: list[Line]) -> Figure | None:
+    """Forward and backward of a layer, by peer and variant; the balanced time of MoonEP's as a line."""
+    rows = [line for line in lines if line.get("peer") and line["operation"] == LAYER]
+    sweeps = [(kind, text) for kind, text in SWEEPS if len(_values(rows, kind)) > 1]
+    if not sweeps:
+        return None
+    figure = Figure(figsize=(5 * len(sweeps), 4.5), layout="constrained")
+    grid = figure.subplots(1, len(sweeps), squeeze=False, sharey=True)[0]
+    names = list(dict.fromkeys((line["peer"], line["variant"]) for line in rows))
+    ideal = _us([line for line in rows if (line["peer"], line["variant"]) == ("moonep", "rows")], "hot_rank", 1.0)
+    for axes, (kind, text) in zip(grid, sweeps, strict=True):
+        for peer, variant in names:
+            here = [line for line in rows if (line["peer"], line["variant"]) == (peer, variant)]
+            times = {value: _us(here, kind, value) for value in _values(here, kind)}
+            milliseconds = [us / 1000 for us in times.values() if us is not None]
+            style = "-" if variant in ("rows", "unpadded") or peer not in ("moonep", "all_to_all") else "--"
+            axes.plot(
+                [f"{value:g}" for value in times], milliseconds, style, marker="o", color=PEER_COLOURS.get(peer),
+                label=f"{peer}, {variant}",
+            )  # fmt: skip
+        if ideal is not None:
+            axes.axhline(ideal / 1000, color="gray", linestyle=":", label="moonep, balanced")
+        axes.set_xlabel(text)
+    grid[0].set_ylim(bottom=0)  # of all, which share it
+    grid[0].set_ylabel("forward + backward, ms, eager")
+    grid[-1].legend(frameon=False)
+    figure.suptitle(f"One layer by skew of the router, in one process group, in turn: {_machine(rows)}")
     return figure
 
 

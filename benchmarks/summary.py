@@ -2,8 +2,8 @@
 
     python benchmarks/summary.py --json
 
-Reads benchmarks/results/**/*.jsonl, which `moonep bench --suite goals --output ...` and `bench_vs_deepep.py --output
-...` write. Which lines measure which goal: `moonep/bench/goals.py`. null: not measured.
+Reads benchmarks/results/**/*.jsonl, which `moonep bench --output ...` with the suites goals and layers, and
+`bench_vs_deepep.py --output ...` write. Which lines measure which goal: `moonep/bench/goals.py`. null: not measured.
 """
 
 from __future__ import annotations

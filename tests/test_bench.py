@@ -282,7 +282,8 @@ def test_the_goals_suite_measures_every_goal():
             us += 50.0 if setting.budget == STRICT else 0.0
             lines.append({**line, "median_us": us, "physical_bytes": 1000, "physical_gbps": 1000 / us})
     values = goals.measured(lines)
-    assert {key for key, value in values.items() if value is None} == {"deepep_v2_ratio_32"}
+    missing = {key for key, value in values.items() if value is None}
+    assert missing == {"deepep_v2_ratio_32", *(goal.key for goal in goals.LAYER_GOALS)}
     assert values["dispatch_us_32"] == values["host_us"] == 100.0  # not the strict rows
     assert values["growth_imbalance"] == 1.05
     assert values["growth_maxvio"] == 1.0
@@ -457,7 +458,7 @@ def die_with_all_to_all(comparison: Comparison, number: int) -> None:
 def test_a_peer_that_kills_its_ranks_is_named_and_the_others_are_measured(monkeypatch):
     monkeypatch.setattr(side_by_side, "compare", die_with_all_to_all)
     lines: list[dict[str, Any]] = []
-    side_by_side.run_comparison(replace(COMPARISON, peers=("moonep", "all_to_all")), 2, 60.0, lines.append)
+    side_by_side.run_comparisons([replace(COMPARISON, peers=("moonep", "all_to_all"))], 2, 60.0, lines.append)
     failed = [line for line in lines if "error" in line]
     assert [line["peer"] for line in failed] == ["all_to_all", "all_to_all"]
     assert all("SIGKILL" in line["error"] for line in failed)

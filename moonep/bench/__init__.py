@@ -14,5 +14,20 @@ run         starts the ranks, keeps the time limit, collects the lines
 results     lines with hardware, versions and commit; files of lines
 goals       the figures to reach, and which lines measure them
 peers       other libraries and hand-written code, behind one interface
+exchange    rows by all_to_all_single, written by hand
+comparison  what is compared side by side; that of dispatch and combine
 side_by_side  MoonEP and its peers in one process group, in turn
+
+Layers, which are comparisons, too:
+
+layer_suite   what `--suite layers` compares
+layers        one layer, forward and backward, of MoonEP and peers
+layer_world   the weights, gradients and Buffer that these share
+layer_peers   the layers behind one interface, and what is timed of them
+layer_movers  the peers' layer: other ways to move rows, the same grouped products
+layer_gate    outputs and all gradients equal each other's, and a dense layer's
+products      the grouped products beside torch's
+layer_memory  memory over steps whose hot rank changes
+transformer   training steps of a small model, with layers of transformer_layers
+layer_goals   which lines measure the goals of layers
 """

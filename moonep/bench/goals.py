@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from moonep.bench import layer_goals
 from moonep.bench.settings import EAGER, GRAPH, LOCAL_ALL, STRICT
 
 Line = dict[str, Any]
@@ -39,7 +40,7 @@ class Goal:
         return value >= self.must if self.higher else value <= self.must
 
 
-GOALS = (
+OPERATION_GOALS = (
     Goal("dispatch_us_32", "dispatch incl. planning, 32 SMs across NVLink", 450, 400),
     Goal("combine_us_32", "combine, 32 SMs across NVLink", 520, 450),
     Goal("dispatch_us_16", "dispatch incl. planning, 16 SMs across NVLink", 600, 500),
@@ -56,9 +57,25 @@ GOALS = (
     Goal("deepep_v2_ratio_32", "dispatch + combine / DeepEP V2's, 32 SMs, same run", None, None),
 )
 
+# A layer is routed experts, forward and backward, E=96; balanced is imbalance 1.0.
+LAYER_GOALS = (
+    Goal("layer_ideal_ratio_min", "layer: balanced / longest, to imbalance 1.9 and maxvio 10", 0.93, 0.97, higher=True),
+    Goal("layer_vs_a2a_125", "layer / on all_to_all, imbalance 1.25", 0.65, None),
+    Goal("layer_vs_a2a_190", "layer / on all_to_all, imbalance 1.9", 0.48, None),
+    Goal("layer_vs_deepep_125", "layer / on DeepEP V2, imbalance 1.25", 0.85, None),
+    Goal("layer_vs_deepep_190", "layer / on DeepEP V2, imbalance 1.9", 0.60, None),
+    Goal("exposed_prefetch_fraction", "share of prefetch and reduction in layer, imbalance 1.9", 0.05, None),
+    Goal("gemm_ratio", "grouped product: torch's time / ours", 1.0, None, higher=True),
+    Goal("wgrad_ratio", "weight gradients: torch's time / ours", 1.0, None, higher=True),
+    Goal("peak_memory_growth", "peak memory of a layer over steps / in its first steps", 1.01, None),
+)
+
+GOALS = (*OPERATION_GOALS, *LAYER_GOALS)
+
 
 def measured(lines: Iterable[Line]) -> dict[str, float | None]:
     """Each goal's value from the lines of one set, oldest first; None where it was not measured."""
+    lines = list(lines)
     found = _Found([line for line in lines if "median_us" in line])
     return {
         "dispatch_us_32": found.us("dispatch", sms=32),
@@ -80,6 +97,7 @@ def measured(lines: Iterable[Line]) -> dict[str, float | None]:
         "decode8_us": found.us("dispatch_combine", sms=32, S=None, tokens=8, balance="auto", kind="uniform", value=0),
         "host_us": found.us("dispatch_host", sms=32, mode=EAGER),
         "deepep_v2_ratio_32": found.against("deepep_v2"),
+        **layer_goals.measured(lines),
     }
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moonep
+from moonep.bench.exchange import Exchange
 from moonep.bench.hosts import Unavailable
 from moonep.bench.measure import budget_arguments
 from moonep.bench.settings import LOCAL_ALL, STRICT
@@ -124,30 +125,13 @@ class AllToAll:
         self.world = world
 
     def dispatch(self, batch: Batch) -> Any:
-        w, flat = self.world, batch.ids.flatten()
-        order = flat.argsort(stable=True)
-        counts_E = torch.bincount(flat, minlength=w.E)
-        arriving_RL = torch.empty_like(counts_E)
-        dist.all_to_all_single(arriving_RL, counts_E)
-        sent, received = counts_E.view(w.R, -1).sum(1).tolist(), arriving_RL.view(w.R, -1).sum(1).tolist()
-        rows = torch.empty(sum(received), w.H, dtype=w.dtype, device=w.device)
-        dist.all_to_all_single(rows, batch.x[order // w.K], received, sent)
-        weights = torch.empty(sum(received), device=w.device)
-        dist.all_to_all_single(weights, batch.weights.flatten()[order], received, sent)
-        expert = torch.arange(w.L, device=w.device).repeat(w.R).repeat_interleave(arriving_RL)
-        by_expert = expert.argsort(stable=True)
-        return rows[by_expert], weights[by_expert], order, by_expert, sent, received
+        exchange = Exchange.plan(batch.ids, self.world.E, self.world.R)
+        rows = exchange.send(batch.x.index_select(0, exchange.order // self.world.K))
+        return rows, exchange.send(batch.weights.flatten()[exchange.order]), exchange
 
     def combine(self, sent: Any) -> Tensor:
-        w = self.world
-        rows, _, order, by_expert, sent_splits, received = sent
-        as_arrived = torch.empty_like(rows)
-        as_arrived[by_expert] = rows
-        back = torch.empty(sum(sent_splits), w.H, dtype=w.dtype, device=w.device)
-        dist.all_to_all_single(back, as_arrived, sent_splits, received)
-        by_assignment = torch.empty_like(back)
-        by_assignment[order] = back
-        return by_assignment.view(-1, w.K, w.H).sum(1)
+        rows, _, exchange = sent
+        return exchange.back(rows).view(-1, self.world.K, self.world.H).sum(1)
 
     def rows(self, sent: Any) -> Tensor:
         return sent[0]

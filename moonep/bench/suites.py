@@ -76,12 +76,17 @@ def sweep(chosen: Sweep, R: int) -> list[Setting]:
 
 def _trace(one: Setting, path: str, operations: tuple[str, ...], chosen: Sweep, R: int) -> Setting:
     """The layers of a trace: sizes K and E are the trace's, and a rank gets an equal share of its tokens."""
-    sizes = TraceSizes.of(path, R)
+    sizes, routings = trace_routings(path, chosen, R)
     tokens = min(one.S, sizes.tokens // R)
-    layers = chosen.trace_layers or sorted({0, sizes.layers // 2, sizes.layers - 1})
-    routings = [Routing("trace", layer, path=path) for layer in layers]
     cases = tuple(Case(r, operations, tuple(chosen.modes), tokens) for r in routings)
     return replace(one, K=sizes.K, E=sizes.E, cases=cases)
+
+
+def trace_routings(path: str, chosen: Sweep, R: int) -> tuple[TraceSizes, tuple[Routing, ...]]:
+    """What a trace holds, and the routings of its chosen layers: else the first, the middle and the last."""
+    sizes = TraceSizes.of(path, R)
+    layers = chosen.trace_layers or sorted({0, sizes.layers // 2, sizes.layers - 1})
+    return sizes, tuple(Routing("trace", layer, path=path) for layer in layers)
 
 
 def goals(seed: int = 1) -> list[Setting]:

@@ -5,29 +5,33 @@ from __future__ import annotations
 import os
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from moonep import environment
 from moonep.backends import choose
-from moonep.bench import goals, results, suites
+from moonep.bench import results, side_by_side, suites
+from moonep.bench.comparison import Comparison
 from moonep.bench.hosts import ERROR, GATE, SKIPPED
+from moonep.bench.layer_memory import FIRST_STEPS
+from moonep.bench.layer_suite import compare_layers
 from moonep.bench.operations import OPERATIONS
 from moonep.bench.routings import PLAIN_KINDS
 from moonep.bench.run import run_launched, run_settings
 from moonep.bench.settings import EAGER, GRAPH, Options, Setting
 from moonep.bench.suites import Sweep
+from moonep.cli.bench_report import describe, find_goals, render
 from moonep.cli.lists import ListCommand, split
 from moonep.cli.output import JsonFlag, emit, open_console
 
 COMMAND = ListCommand
 
-SUITES = ("sweep", "goals", "figures")
+SUITES = ("sweep", "goals", "figures", "layers")
 ON_CPU = "No GPU: times are the wall clock of processes that share this machine's cores. They say nothing about GPUs."
 _SIZES = {
     "cuda": {"tokens": 8192, "hidden": 7168, "top_k": 8, "experts": 384, "ffn": 2048, "weight_experts": 96},
@@ -38,11 +42,13 @@ _ROUTINGS: dict[str, dict[str, tuple[float, ...]]] = {
     "cuda": {"maxvio": suites.MAXVIOS, "imbalance": suites.IMBALANCES, "adverse": (1.5,)},
     "cpu": {"maxvio": (1.0,), "imbalance": (1.0, 1.5), "adverse": ()},
 }
+_STEPS = {"cuda": 200, "cpu": 20}
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="goals: all figures of the table of goals; figures: what the plots show; "
-                                       "sweep: what the other options say.")] = "sweep",
+    suite: Annotated[str, typer.Option(help="goals: all figures of the table of goals but layers'; layers: one layer, "
+                                       "forward and backward, beside peers; figures: what the plots show; sweep: what "
+                                       "the other options say.")] = "sweep",
     ranks: Annotated[int, typer.Option(help="Processes; on GPUs rank r uses GPU r. torchrun's if it started us.")] = 2,
     operations: Annotated[str | None, typer.Option(metavar="NAME...", help=", ".join(OPERATIONS))] = None,
     maxvio: Annotated[str | None, typer.Option(metavar="X...", help="Lognormal popularity of experts.")] = None,
@@ -61,17 +67,19 @@ def bench(
     weight_experts: Annotated[int | None, typer.Option(help="E of operations that need expert weights.")] = None,
     balance: Annotated[str, typer.Option(help="exact, auto, or a tolerance.")] = "exact",
     samples: Annotated[int, typer.Option(help="Of each row.")] = 21,
+    steps: Annotated[int | None, typer.Option(help="Of rows about memory, in the suite of layers.")] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Flush the L2 cache before each sample.")] = False,
     seed: Annotated[int, typer.Option(help="Of the routings.")] = 1,
     output: Annotated[Path | None, typer.Option(help="Append result lines to this .jsonl file.")] = None,
     timeout_s: Annotated[float, typer.Option(help="Time limit of everything, in seconds.")] = 600.0,
     json: JsonFlag = False,
 ) -> None:  # fmt: skip
-    """Time planning, dispatch, combine, prefetch and reduce_grad. A wrong output has no time, and fails the command.
+    """Time planning, dispatch, combine, prefetch and reduce_grad, or layers. A wrong output has no time, and fails.
 
     Without a GPU it runs on CPU processes with small sizes, so that one can see what it does.
 
     Example: moonep bench --suite goals --output benchmarks/results/h200/goals.jsonl
+    Example: moonep bench --suite layers --imbalance 1.0 1.9 --trace router.npz
     Example: moonep bench --operations dispatch combine --imbalance 1.0 1.9 --sms 16 32 --mode graph --json
     """
     try:
@@ -85,10 +93,11 @@ def bench(
     given = {"hidden": hidden, "top_k": top_k, "experts": experts, "ffn": ffn, "weight_experts": weight_experts}
     sizes |= {name: value for name, value in given.items() if value is not None}
     swept = {"maxvio": maxvio, "imbalance": imbalance, "adverse": adverse}
-    chosen_any = any(text is not None for text in (*swept.values(), routing, trace))
+    layers = suite == "layers"
+    chosen_any = any(text is not None for text in (*swept.values(), routing, None if layers else trace))
+    defaults = {**_ROUTINGS[backend], **({"adverse": ()} if layers else {})}
     values = {
-        name: split(f"--{name}", text, float, () if chosen_any else _ROUTINGS[backend][name])
-        for name, text in swept.items()
+        name: split(f"--{name}", text, float, () if chosen_any else defaults[name]) for name, text in swept.items()
     }
     modes = (GRAPH, EAGER) if backend == "cuda" else (EAGER,)
     sweep = Sweep(
@@ -104,12 +113,17 @@ def bench(
         operations=_names("--operations", operations, OPERATIONS, OPERATIONS),
         balance=balance, token_padding=_PADDING[backend], cold=cold, seed=seed,
     )  # fmt: skip
-    check_options(suite, backend, world, sweep, samples, timeout_s, output)
-    settings = {"goals": lambda: suites.goals(seed), "figures": lambda: suites.figures(seed)}.get(
-        suite, lambda: suites.sweep(sweep, world)
-    )()
+    steps = _STEPS[backend] if steps is None else steps
+    check_options(suite, backend, world, sweep, samples, steps, timeout_s, output)
     console = open_console(json)
-    report = measure(suite, settings, Options(backend, samples), world, timeout_s, output, console)
+    if layers:
+        work = of_comparisons(compare_layers(sweep, world, backend, samples, steps), world, timeout_s)
+    else:
+        settings = {"goals": lambda: suites.goals(seed), "figures": lambda: suites.figures(seed)}.get(
+            suite, lambda: suites.sweep(sweep, world)
+        )()
+        work = of_settings(settings, Options(backend, samples), world, timeout_s)
+    report = measure(suite, work, backend, world, output, console)
     if report is not None:
         render(report, console)
         emit(console, json, report)
@@ -126,13 +140,22 @@ def _names(option: str, text: str | None, known: Sequence[str], default: Sequenc
 
 
 def check_options(
-    suite: str, backend: str, world: int, sweep: Sweep, samples: int, timeout_s: float, output: Path | None
+    suite: str,
+    backend: str,
+    world: int,
+    sweep: Sweep,
+    samples: int,
+    steps: int,
+    timeout_s: float,
+    output: Path | None,
 ) -> None:
     """Raise a BadParameter that says in a sentence what is wrong."""
     if suite not in SUITES:
         raise typer.BadParameter(f"--suite: given {suite!r}, expected one of {', '.join(SUITES)}")
-    if suite != "sweep" and backend != "cuda":
-        raise typer.BadParameter(f"--suite: given {suite!r} without a GPU, expected sweep: its sizes are for GPUs")
+    if suite in ("goals", "figures") and backend != "cuda":
+        raise typer.BadParameter(
+            f"--suite: given {suite!r} without a GPU, expected sweep or layers: its sizes are for GPUs"
+        )
     if world < 1:
         raise typer.BadParameter(f"--ranks: given {world}, expected 1 or more")
     for name, E in (("--experts", sweep.E), ("--weight-experts", sweep.weight_experts)):
@@ -142,6 +165,8 @@ def check_options(
         raise typer.BadParameter("--mode: given graph without a GPU, expected eager: only CUDA has graphs")
     if samples < 2 or not 0 < timeout_s < float("inf"):
         raise typer.BadParameter(f"--samples, --timeout-s: given {samples}, {timeout_s:g}, expected 2 and more, over 0")
+    if steps <= FIRST_STEPS:
+        raise typer.BadParameter(f"--steps: given {steps}, expected more than the first {FIRST_STEPS}")
     if output is not None and output.suffix != ".jsonl":
         raise typer.BadParameter(f"--output: given {output}, expected a name that ends in .jsonl")
     for path in sweep.traces:
@@ -159,89 +184,75 @@ def check_options(
                 raise typer.BadParameter(f"{name}: given {value}, expected 1 and more")
 
 
+@dataclass(frozen=True)
+class Work:
+    """What is to be measured: how many lines come, from what, and how it is run; `run` calls with each line."""
+
+    lines: int
+    title: str
+    run: Callable[[Callable[[dict[str, Any]], None]], None]
+
+
+def of_settings(settings: list[Setting], options: Options, world: int, timeout_s: float) -> Work:
+    """Operations of MoonEP alone."""
+
+    def run(take: Callable[[dict[str, Any]], None]) -> None:
+        if environment.launched():
+            run_launched(settings, options, take)
+        else:
+            run_settings(settings, options, world, timeout_s, take)
+
+    rows = sum(1 for setting in settings for _ in setting.rows())
+    return Work(rows, f"{rows} rows in {len(settings)} settings, {world} ranks.", run)
+
+
+def of_comparisons(comparisons: list[Comparison], world: int, timeout_s: float) -> Work:
+    """MoonEP beside its peers."""
+
+    def run(take: Callable[[dict[str, Any]], None]) -> None:
+        if environment.launched():
+            side_by_side.run_launched(comparisons, take)
+        else:
+            side_by_side.run_comparisons(comparisons, world, timeout_s, take)
+
+    rows = sum(len(list(c.lines(world, name, r))) for c in comparisons for name in c.peers for r in c.routings)
+    return Work(rows, f"{rows} rows in {len(comparisons)} comparisons, {world} ranks.", run)
+
+
 def measure(
-    suite: str,
-    settings: list[Setting],
-    options: Options,
-    world: int,
-    timeout_s: float,
-    output: Path | None,
-    console: Console,
+    suite: str, work: Work, backend: str, world: int, output: Path | None, console: Console
 ) -> dict[str, Any] | None:
-    """Run the settings; write and show each line as it comes. None on ranks that torchrun started, but the first."""
+    """Do the work; write and show each line as it comes. None on ranks that torchrun started, but the first."""
     first = not environment.launched() or os.environ["RANK"] == "0"
     about = results.describe_run(_command(suite)) if first else {}
-    rows = [row for setting in settings for row in setting.rows()]
-    if first and options.backend == "cpu":
+    if first and backend == "cpu":
         console.print(ON_CPU, style="yellow", markup=False, soft_wrap=True)
     if first:
-        console.print(f"{len(rows)} rows in {len(settings)} settings, {world} ranks.", markup=False)
+        console.print(work.title, markup=False)
     lines: list[dict[str, Any]] = []
 
     def take(line: dict[str, Any]) -> None:
-        lines.append({"suite": suite, "benchmark": "operations", **line, **about})
+        benchmark = "layers" if suite == "layers" else "operations"
+        lines.append({"suite": suite, "benchmark": benchmark, **line, **about})
         if output is not None:
             results.append(output, lines[-1:])
-        console.print(f"[{len(lines)}/{len(rows)}] {describe(line)}", markup=False, soft_wrap=True)
+        console.print(f"[{len(lines)}/{work.lines}] {describe(line)}", markup=False, soft_wrap=True)
 
-    if environment.launched():
-        run_launched(settings, options, take)
-    else:
-        run_settings(settings, options, world, timeout_s, take)
+    work.run(take)
     if not first:
         return None
-    kinds = {GATE: "gate", ERROR: "error", SKIPPED: "skipped"}
+    kinds = {GATE: ("gate",), ERROR: ("error",), SKIPPED: ("skipped", "unavailable")}
     return {
         "suite": suite,
-        "backend": options.backend,
-        "clock": "device events" if options.backend == "cuda" else "wall clock",
+        "backend": backend,
+        "clock": "device events" if backend == "cuda" else "wall clock",
         "ranks": world,
         "set": about["set"],
         "rows": lines,
-        "failed": {kind: sum(key in line for line in lines) for kind, key in kinds.items()},
-        "goals": goals.measured(lines) if suite == "goals" else None,
+        "failed": {kind: sum(any(key in line for key in keys) for line in lines) for kind, keys in kinds.items()},
+        "goals": find_goals(suite, lines),
         "output": None if output is None else str(output),
     }
-
-
-def describe(line: dict[str, Any]) -> str:
-    """A line in words."""
-    what = f"{line['operation']}, {line['mode']}, S={line['S']} E={line['E']}"
-    if line["tokens"] != line["S"]:
-        what += f" s={line['tokens']}"
-    if line["sms"] is not None:
-        what += f", {line['sms']} SMs {line['budget']}"
-    if line["routing"]:
-        what += f", {line['routing']['kind']} {line['routing']['value']:g}"
-    if "median_us" not in line:
-        kind = next(key for key in ("gate", "error", "skipped") if key in line)
-        return f"{what}: {'WRONG OUTPUT' if kind == 'gate' else kind}: {line[kind]}"
-    speed = f", {line['physical_gbps']:g} GB/s" if "physical_gbps" in line else ""
-    return f"{what}: {line['median_us']:g} us ({line['p10_us']:g} to {line['p90_us']:g}){speed}"
-
-
-def render(report: dict[str, Any], console: Console) -> None:
-    """The end of the output for people: the goals, if they were measured, and what failed."""
-    if report["goals"]:
-        console.print(goals_table(report["goals"]))
-    failed = report["failed"]
-    if any(failed.values()):
-        text = f"{failed[GATE]} wrong outputs, {failed[ERROR]} errors, {failed[SKIPPED]} skipped."
-        console.print(text, style="red" if failed[GATE] + failed[ERROR] else "yellow", markup=False)
-    if report["output"]:
-        console.print(f"Results: {report['output']}", markup=False, soft_wrap=True)
-
-
-def goals_table(values: dict[str, float | None]) -> Table:
-    """Must, aim, measured, met."""
-    table = Table("figure", "must", "aim", "measured", "met", title="Goals", title_justify="left")
-    for goal in goals.GOALS:
-        value, met = values[goal.key], goal.met(values[goal.key])
-        sign = ">= " if goal.higher else "<= "
-        wanted = ["-" if limit is None else f"{sign}{limit:g}" for limit in (goal.must, goal.aim)]
-        measured = "-" if value is None else f"{value:g}"
-        table.add_row(f"{goal.what} ({goal.key})", *wanted, measured, {True: "yes", False: "NO", None: "-"}[met])
-    return table
 
 
 def _command(suite: str) -> str:

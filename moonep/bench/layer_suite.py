@@ -1,0 +1,58 @@
+"""What `moonep bench --suite layers` compares, the most important first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moonep.bench.comparison import Comparison
+from moonep.bench.layer_memory import PeakMemory
+from moonep.bench.layers import Layers
+from moonep.bench.products import Products
+from moonep.bench.routings import Routing
+from moonep.bench.suites import Sweep, trace_routings
+from moonep.bench.transformer import Transformer
+from moonep.dims import align_up
+
+PRODUCTS_IMBALANCE = 1.25
+BIASES = {"cuda": (0.0, 0.015, 0.018), "cpu": (0.0, 0.01)}
+"""Of routers of H=2048, E=128, K=8 with their initial weights: rank imbalance of about 1, 1.4 and 1.8 on two ranks."""
+
+
+def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int) -> list[Comparison]:
+    """Layers with all routings, grouped products, memory, training steps, and layers with the routings of traces.
+
+    Args:
+        chosen: sizes (E is its `weight_experts`; the first of tokens and SMs count), routings and traces.
+        R: ranks.
+        device: "cuda" or "cpu".
+        samples: of each row.
+        steps: of the rows about memory.
+    """
+    c = chosen
+    routings = tuple(sorted(c.synthetic(), key=lambda routing: routing.kind != "hot_rank"))
+    layers = Layers(
+        c.tokens[0], c.H, c.K, c.weight_experts, routings, sms=c.sms[0], device=device, samples=samples,
+        F=c.F, P=c.token_padding,
+    )  # fmt: skip
+    same = {field: getattr(layers, field) for field in ("S", "H", "K", "E", "sms", "device", "samples", "F", "P")}
+    comparisons: list[Comparison] = [layers] if routings else []
+    if routings:
+        comparisons += [
+            Products(**same, routings=(Routing("hot_rank", PRODUCTS_IMBALANCE, c.seed),)),
+            PeakMemory(**same, routings=(Routing("hot_rank", 1.0, c.seed),), steps=steps),
+            small_transformer(device, c, R, samples),
+        ]
+    for path in c.traces:
+        sizes, of_trace = trace_routings(path, c, R)
+        tokens = min(layers.S, sizes.tokens // R)
+        comparisons.append(replace(layers, S=tokens, K=sizes.K, E=sizes.E, routings=of_trace))
+    return comparisons
+
+
+def small_transformer(device: str, c: Sweep, R: int, samples: int) -> Transformer:
+    """The training steps: on GPUs of a model with 4 layers and 2.4 billion parameters in experts."""
+    routings = tuple(Routing("router_bias", bias, c.seed) for bias in BIASES[device])
+    S, H, K, E, F, layers = (8192, 2048, 8, 128, 768, 4) if device == "cuda" else (64, 32, 2, 16, 16, 2)
+    return Transformer(
+        S, H, K, align_up(E, R), routings, device=device, samples=samples, F=F, P=c.token_padding, layers=layers
+    )  # fmt: skip
