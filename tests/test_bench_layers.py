@@ -45,19 +45,19 @@ def lines_of(comparison: Comparison, number: int, spoil: str | None = None) -> l
     lines: list[dict[str, Any]] = []
 
     def scaled(function: Any) -> Any:
-        return lambda *args: tuple(result * 1.05 for result in function(*args))
+        return lambda *args, **options: tuple(result.mul_(1.05) for result in function(*args, **options))
 
     def lost(self: Any, plan: Any, pool: Any, *_: Any, slot_set: int = 0, **__: Any) -> None:
         pool.release_gradients(slot_set)
 
-    def doubled(grad: Any, x: Any, grad_y: Any, offsets: Any) -> None:
+    def doubled(self: Any, grad: Any, x: Any, grad_y: Any) -> None:
         grad[0] += 1
 
     second = dist.get_rank() == 1
     targets: dict[str | None, tuple[str, Any]] = {
-        "token gradient": ("moonep.nn.functional.differentiate_dispatch", scaled),
+        "token gradient": ("moonep.nn.layer.differentiate_rows", scaled),
         "reduction": ("moonep.Buffer.reduce", lambda _: lost),
-        "weight gradient": ("moonep.nn.grouped.add_weight_grad", lambda _: doubled),
+        "weight gradient": ("moonep.nn.products.TorchProducts.add_weight_grad", lambda _: doubled),
         "loss": (
             "moonep.bench.transformer_layers.GroupedMoE.forward",
             lambda forward: lambda self, x: forward(self, x) * 9,
@@ -176,7 +176,7 @@ def count_moves() -> list[int]:
 
 
 def test_weights_move_in_both_directions_and_not_at_all_when_they_are_left_out(ranks):
-    assert ranks(2).run(count_moves) == [[2, 1, 2, 1, 4, 2]] * 2
+    assert ranks(2).run(count_moves) == [[6, 1, 6, 1, 12, 2]] * 2, "weights a projection at a time"
 
 
 def exchange_numbers(padding: int) -> list[Any]:

@@ -117,6 +117,30 @@ def test_moe_is_dense_within_bf16_rounding(ranks, R, save):
         assert max(errors.values()) < 0.02, errors
 
 
+def train_with_and_without_overlap(save: str) -> list[str]:
+    """Two layers with shared experts, a few steps each way. -> what differs"""
+    device = use_gpu()
+    results: dict[bool, dict[str, Tensor]] = {}
+    for overlap in (True, False):
+        layers = [make_layer(seed, save=save, overlap=overlap, shared_ffn=64) for seed in (3, 4)]
+        found = {}
+        for step in range(4):
+            x, grad = batch(step, device).requires_grad_(), batch(step + 50, device)
+            y = layers[1](layers[0](x))
+            y.backward(grad)
+            found |= {f"{step} y": y.detach(), f"{step} dx": x.grad}
+        for i, layer in enumerate(layers):
+            layer.buffer.check()
+            found |= {f"{i} {name}": p.grad.clone() for name, p in layer.named_parameters()}
+        results[overlap] = found
+    return [name for name, want in results[False].items() if not torch.equal(results[True][name], want)]
+
+
+@pytest.mark.parametrize("save", ["rows", "inputs", "tokens"])
+def test_overlap_changes_no_bit(ranks, save):
+    assert ranks(2).run(train_with_and_without_overlap, save) == [[], []]
+
+
 @pytest.mark.parametrize("dtype", LOSS_BOUND)
 def test_the_demos_model_learns_on_gpus_as_on_the_cpu(ranks, dtype):
     curves = {

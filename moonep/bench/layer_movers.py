@@ -32,7 +32,13 @@ class Sent:
 
 
 class Mover(Protocol):
-    """One way to move rows. Collective."""
+    """One way to move rows. Collective.
+
+    Attributes:
+        padding: groups have multiples of so many rows.
+    """
+
+    padding: int
 
     def send(self, hidden: Tensor, route_weights: Tensor, ids: Tensor) -> Sent:
         """[s, H], [s, K] fp32 and [s, K] int64 -> the rows of this rank's home experts."""
@@ -84,6 +90,8 @@ class DeepEPMover:
     Raises:
         Unavailable: `deep_ep` cannot be imported, or is older.
     """
+
+    padding = ALIGNMENT
 
     def __init__(self, world: World):
         self.peer = DeepEPV2(world)
@@ -164,7 +172,7 @@ class _RoutedExperts(torch.autograd.Function):
         ids: Tensor,
     ) -> Tensor:
         sent = mover.send(hidden, route_weights, ids)
-        out, gate, up = grouped.compute(weights, sent.ends, sent.rows, sent.weights)
+        out, gate, up = grouped.compute(weights, sent.ends, sent.rows, sent.weights, token_padding=mover.padding)
         ctx.mover, ctx.weights, ctx.grads, ctx.handle = mover, weights, grads, sent.handle
         ctx.save_for_backward(sent.rows, sent.weights, sent.ends, gate, up)
         return mover.back(out, sent.handle)
@@ -173,5 +181,15 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         rows, row_weights, ends, *products = ctx.saved_tensors
         grad_out = ctx.mover.send_again(grad_output, ctx.handle)
-        grads = grouped.differentiate(ctx.weights, ctx.grads(), ends, grad_out, rows, row_weights, products)
+        grads = grouped.differentiate(
+            ctx.weights,
+            ctx.grads(),
+            ends,
+            grad_out,
+            rows,
+            row_weights,
+            products,
+            in_place=True,
+            token_padding=ctx.mover.padding,
+        )
         return None, None, None, *ctx.mover.back_with_weights(*grads, ctx.handle), None

@@ -32,6 +32,7 @@ class Operands:
         weight: [G, H, F].
         grad: [G, H, F] fp32.
         ends: [G] int32.
+        padding: groups have multiples of so many rows.
     """
 
     rows: Tensor
@@ -39,6 +40,7 @@ class Operands:
     weight: Tensor
     grad: Tensor
     ends: Tensor
+    padding: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def open_ours() -> Product:
     """`moonep.nn.grouped`."""
 
     def add(o: Operands) -> Tensor:
-        grouped.add_weight_grad(o.grad, o.rows, o.grad_rows, o.ends)
+        grouped.add_weight_grad(o.grad, o.rows, o.grad_rows, o.ends, o.padding)
         return o.grad
 
     return Product(lambda o: grouped.grouped_mm(o.rows, o.weight, o.ends), add)
@@ -100,8 +102,8 @@ class Products(LayerComparison):
             rows = rows[:used]
         generator = torch.Generator(world.device).manual_seed(world.rank)
         grad_rows = torch.randn(len(rows), self.F, device=world.device, generator=generator).to(world.dtype)
-        grad = world.pool.compact_grad["gate"]
-        return Operands(rows, grad_rows, world.pool.compact["gate"], grad, ends), {**about, "rows": used}
+        weight, grad = world.pool.compact["gate"], world.pool.compact_grad["gate"]
+        return Operands(rows, grad_rows, weight, grad, ends, plan.dims.P), {**about, "rows": used}
 
     def check(self, world: LayerWorld, name: str, peer: Product, batch: Operands, hosts: Hosts) -> Checked:
         batch.grad.zero_()

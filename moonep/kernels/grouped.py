@@ -175,12 +175,15 @@ def _add_weight_grad_kernel(
     columns = tl.cdiv(N, BN)
     m, n = tl.program_id(0) // columns * BM, tl.program_id(0) % columns * BN
     sums = tl.zeros((BM, BN), tl.float32)
-    for k in range(begin, end, BK):
-        a, b = x.load([k, m]), grad_y.load([k, n])
-        if not WHOLE:  # beyond the end are rows of others, or anything
-            keep = (k + tl.arange(0, BK) < end)[:, None]
+    whole = begin + (end - begin) // BK * BK
+    for k in range(begin, whole, BK):
+        sums = _add_product(x.load([k, m]).T, grad_y.load([k, n]), sums, INTERPRET)
+    if not WHOLE:
+        if whole < end:  # beyond the end are rows of others, or anything
+            a, b = x.load([whole, m]), grad_y.load([whole, n])
+            keep = (whole + tl.arange(0, BK) < end)[:, None]
             a, b = tl.where(keep, a, 0.0).to(a.dtype), tl.where(keep, b, 0.0).to(b.dtype)
-        sums = _add_product(a.T, b, sums, INTERPRET)
+            sums = _add_product(a.T, b, sums, INTERPRET)
     rows, cols = m + tl.arange(0, BM), n + tl.arange(0, BN)
     keep = (rows < M)[:, None] & (cols < N)[None, :]
     at = grad + g.to(tl.int64) * quads * QUAD + rows.to(tl.int64)[:, None] * N + cols[None, :]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moonep.buffer import Buffer
 from moonep.memory.peers import Peers
+from moonep.nn.beside import start
 from moonep.nn.layer import SAVE
 from moonep.nn.routed import RoutedExperts
 from moonep.nn.router import Router
@@ -141,11 +142,12 @@ class MoE(nn.Module):
             return self.routed.refuse("x", x, f"[..., {H}] of a floating dtype")
         tokens = x.reshape(-1, H)
         ids, weights, self.aux_loss = self.router(tokens)
+        shared = None if self.shared is None else start(self.shared, tokens, beside=self.routed.overlap)
         payload = tokens.to(self.buffer.dtype)
         output, load = self.routed(payload, weights, ids, slot_set=self.slot_set, save=self.save)
         output = output.to(x.dtype)
-        if self.shared is not None:
-            output = output + self.shared(tokens)
+        if shared is not None:
+            output = output + shared()
         if self.training:
             self.load += load.sum(0)
         return output.view(x.shape)
