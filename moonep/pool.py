@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from moonep import backends
 from moonep.arguments import check_seconds, describe
 from moonep.dims import MAX_RANKS, ROW_ALIGNMENT_BYTES, align_up
-from moonep.errors import StaleSlotsError
+from moonep.errors import NotCopied, StaleSlotsError
 from moonep.memory import Chunk, Memory
 from moonep.memory.peers import Peers
 from moonep.memory.strides import dense_strides
@@ -99,7 +99,7 @@ class Views:
     compact_grad: Tensor | None
 
 
-class ExpertPool:
+class ExpertPool(NotCopied):
     """Makes and owns the weights of one layer's experts. Collective: every rank of the group creates it.
 
     Args:

@@ -459,10 +459,12 @@ def test_exported_names_are_these():
         "Router",
         "Routing",
         "clip_grad_norm_",
+        "exclude_experts_from_ddp",
         "expert_parameters",
         "experts",
         "functional",
         "sharded_state",
+        "sum_expert_grads",
     ]
     assert sorted(moonep.__all__) == [
         "Buffer",

@@ -10,15 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moonep.buffer import Buffer
+from moonep.errors import NotCopied
 from moonep.memory.peers import Peers
 from moonep.nn.operators import SAVE
 from moonep.nn.routed import RoutedExperts
 from moonep.nn.router import Router
+from moonep.nn.training import exclude_experts_from_ddp
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
 
 
-class MoE(nn.Module):
+class MoE(NotCopied, nn.Module):
     """Router, experts spread over the ranks of a group, and optional shared experts. Collective, like its backward.
 
     Every rank computes the same number of rows whatever the router does; output and gradients equal those of the
@@ -44,8 +46,8 @@ class MoE(nn.Module):
     Attributes:
         router: `Router`; replicated.
         experts: nn.ParameterDict gate [L, H, F], up [L, H, F], down [L, F, H]: fp32 parameters of this rank's own
-            experts. Gradients are sums over the tokens of all ranks after backward: do not reduce them over the group,
-            nor wrap the layer in DistributedDataParallel over it, which would make the experts of all ranks equal.
+            experts. Gradients are sums over the tokens of all ranks after backward: do not reduce them over the group.
+            DistributedDataParallel must leave them out: see `exclude_experts_from_ddp`.
         plan: the last forward's plan: `moe.plan.stats()`.
         aux_loss: [] the last forward's auxiliary loss, to be added to the loss with a coefficient.
         load: [E] int64, assignments of all ranks since `update_bias`.
@@ -108,6 +110,7 @@ class MoE(nn.Module):
         self.shared = SharedExpert(hidden, shared_ffn).to(device) if shared_ffn else None
         self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
         self.aux_loss: Tensor | None = None
+        exclude_experts_from_ddp(self)
         self.reset_parameters(seed)
 
     @torch.no_grad()

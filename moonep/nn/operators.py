@@ -87,11 +87,6 @@ class Lane:
         return lane
 
 
-def make_anchor() -> Tensor:
-    """An empty tensor that requires grad, so that backward runs when neither tokens nor route weights do."""
-    return torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
-
-
 _tags = [torch.Tag.pt2_compliant_tag]
 if hasattr(torch.Tag, "cudagraph_unsafe"):
     _tags.append(torch.Tag.cudagraph_unsafe)  # a replay would not run what happens on the host
@@ -122,7 +117,8 @@ def routed_experts(
         after: [] int64 on the host: the key that the previous call returned.
         number: of the `RoutedExperts`.
         hidden, route_weights, topk_experts: of `functional.dispatch`.
-        anchor: of `make_anchor`; None: backward only runs when tokens or route weights require grad.
+        anchor: of `functional.make_anchor` or `load`; None: backward only runs when tokens or route weights require
+            grad.
         slot_set: which of the pool's slots.
         save: "rows", "tokens" or "nothing".
         sizes: R, E, B, C, S, F: of the outputs.
@@ -133,6 +129,8 @@ def routed_experts(
     """
     routed = _find(number)
     buffer, pool = routed.buffer, routed.pool
+    if wrong := routed.managed_by_ddp():
+        buffer.refuse("dispatch", wrong)
     pool.sync_if_updated()
     tokens, weights = hidden.contiguous(), route_weights.contiguous()
     rows, row_weights, _, plan = buffer.dispatch(tokens, weights, topk_experts, zero_copy=save != ROWS)

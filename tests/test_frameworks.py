@@ -1,0 +1,191 @@
+"""What frameworks put around layers with experts: data parallelism, sharding, checkpointing, pipelines, weight sync."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import moonep
+from moonep import nn as moonep_nn
+from moonep.nn import MoE, RoutedExperts, clip_grad_norm_, expert_parameters, functional, sharded_state
+from moonep.testing.dense import dense_moe
+
+H, F, E, K, S = 16, 24, 8, 2, 16
+PROJECTIONS = ("gate", "up", "down")
+SHAPES = {"gate": (H, F), "up": (H, F), "down": (F, H)}
+TOLERANCE = 2e-5  # of the largest value: fp32, sums of about a hundred terms in another order
+
+
+class Model(nn.Module):
+    """A residual layer of experts between replicated ones; the router is skewed enough for redundant experts."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, **options: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(H, H), nn.Linear(H, H)
+        options = {"max_tokens": S, "dtype": torch.float32, "token_padding": 8, "seed": 1, **options}
+        self.moe = MoE(H, F, E, K, group, **options)
+        with torch.no_grad():
+            self.moe.router.weight.mul_(40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x + self.moe(x))
+
+
+class DenseModel(nn.Module):
+    """The same model with all experts in one process."""
+
+    def __init__(self, model: Model, experts: dict[str, Tensor]):
+        super().__init__()
+        self.first, self.last = copy.deepcopy(model.first), copy.deepcopy(model.last)
+        self.router = nn.Parameter(model.moe.router.weight.detach().clone())
+        self.experts = nn.ParameterDict({name: nn.Parameter(w.clone()) for name, w in experts.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        scores, ids = (x @ self.router.t()).softmax(-1).topk(K)
+        return self.last(x + dense_moe(x, ids, scores / scores.sum(-1, True), *(self.experts[n] for n in PROJECTIONS)))
+
+    def names(self) -> dict[str, nn.Parameter]:
+        """Parameters by the names that `Model` gives them."""
+        renamed = {"router": "moe.router.weight", **{f"experts.{n}": f"moe.experts.{n}" for n in PROJECTIONS}}
+        return {renamed.get(name, name): p for name, p in self.named_parameters()}
+
+
+def whole(own: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """[L, ...] of every rank of the group -> [E, ...]"""
+    parts = [torch.empty(own.shape, dtype=own.dtype) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own.detach().contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def value(tensor: Tensor) -> Tensor:
+    """What all ranks have of a tensor together, if it is a DTensor."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Largest difference over largest value."""
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-9))
+
+
+def batch(seed: int, s: int = S) -> list[Tensor]:
+    """Tokens of every rank of the world."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, H, generator=generator) for _ in range(dist.get_world_size())]
+
+
+def mesh_of_two_by_two(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+def take_steps(
+    model: Model,
+    call: Callable[[Tensor], Tensor],
+    mesh: DeviceMesh,
+    finish: Callable[[], None],
+    separate: bool,
+) -> dict[str, float]:
+    """Two clipped steps of a model in parallel, and of a dense one on all tokens. -> relative errors
+
+    Args:
+        finish: completes gradients after backward.
+        separate: experts have an optimizer group of their own.
+    """
+    ep, rank = mesh["ep"].get_group(), dist.get_rank()
+    experts = {name: whole(p, ep) for name, p in model.moe.experts.items()}
+    dense = DenseModel(copy_whole(model), experts)
+    own = expert_parameters(model)
+    groups: list[Any] = [{"params": [p for p in model.parameters() if (p in own) == kind]} for kind in (False, True)]
+    options = {"lr": 0.05, "momentum": 0.9, "foreach": separate}
+    optimizer = torch.optim.SGD(groups if separate else model.parameters(), **options)
+    reference = torch.optim.SGD(dense.parameters(), lr=0.05, momentum=0.9)
+    mine = slice(mesh["ep"].get_local_rank() * E // 2, (mesh["ep"].get_local_rank() + 1) * E // 2)
+    errors: dict[str, float] = {}
+
+    def compare(what: str, of: Callable[[Tensor], Tensor]) -> None:
+        wanted = dense.names()
+        for name, p in model.named_parameters():
+            want = of(wanted[name]).detach()
+            errors[f"{what} {name}"] = relative(value(of(p)), want[mine] if p in own else want)
+
+    for step in range(2):
+        xs = batch(step)
+        call(xs[rank]).square().mean().backward()
+        finish()
+        dense(torch.cat(xs)).square().mean().backward()
+        assert sum(model.moe.plan.stats().host()["redundant_experts"]) > 0, "nothing was redundant"
+        compare(f"gradient {step}", lambda p: p.grad)
+        norm, want = clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(dense.parameters(), 0.1)
+        errors[f"norm {step}"] = relative(norm, want)
+        assert want > 0.1, "nothing was clipped"
+        compare(f"clipped {step}", lambda p: p.grad)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    compare("parameter", lambda p: p)
+    assert len(errors) == 2 * (2 * 8 + 1) + 8
+    return errors
+
+
+def copy_whole(model: Model) -> Model:
+    """A stand-in that has plain tensors where a framework has put its own."""
+    stand_in = nn.Module()
+    for name in ("first", "last"):
+        linear = nn.Linear(H, H)
+        linear.load_state_dict({n: value(p) for n, p in getattr(model, name).named_parameters()})
+        setattr(stand_in, name, linear)
+    stand_in.moe = nn.Module()
+    stand_in.moe.router = nn.Module()
+    stand_in.moe.router.weight = nn.Parameter(value(model.moe.router.weight))
+    return stand_in  # type: ignore[return-value]
+
+
+def train_under_ddp() -> dict[str, float]:
+    mesh = mesh_of_two_by_two("dp", "ep")
+    model = Model(mesh["ep"].get_group())
+    moonep_nn.exclude_experts_from_ddp(model)
+    wrapped = DistributedDataParallel(model)
+    finish = lambda: moonep_nn.sum_expert_grads(model, mesh["dp"].get_group(), divide_by=4)  # noqa: E731
+    return take_steps(model, wrapped, mesh, finish, separate=False)
+
+
+def train_under_fsdp(layout: str) -> dict[str, float]:
+    mesh = mesh_of_two_by_two("dp", "ep")
+    model = Model(mesh["ep"].get_group())
+    over = {"all": init_device_mesh("cpu", (4,)), "replicated over dp, sharded over ep": mesh}[layout]
+    experts = set(expert_parameters(model))
+    fully_shard(model.first, mesh=over)
+    fully_shard(model, mesh=over, ignored_params=experts)
+    assert all(isinstance(p, DTensor) != (p in experts) for p in model.parameters())
+    finish = lambda: moonep_nn.sum_expert_grads(model, mesh["dp"].get_group(), divide_by=4)  # noqa: E731
+    return take_steps(model, model, mesh, finish, separate=True)
+
+
+def test_ddp_over_the_world_and_experts_over_dp_equal_dense_training(ranks):
+    for errors in ranks(4).run(train_under_ddp):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.parametrize("layout", ["all", "replicated over dp, sharded over ep"])
+def test_fsdp_of_all_but_the_experts_equals_dense_training(ranks, layout):
+    for errors in ranks(4).run(train_under_fsdp, layout):
+        assert max(errors.values()) < TOLERANCE, errors
