@@ -189,3 +189,78 @@ def test_ddp_over_the_world_and_experts_over_dp_equal_dense_training(ranks):
 def test_fsdp_of_all_but_the_experts_equals_dense_training(ranks, layout):
     for errors in ranks(4).run(train_under_fsdp, layout):
         assert max(errors.values()) < TOLERANCE, errors
+
+
+class ShardedExperts(nn.Module):
+    """Experts whose parameters a framework owns, between a router and the tokens' output.
+
+    Args:
+        ep: the EP group.
+        weights: {projection: [L, ...]} of this rank's own experts.
+    """
+
+    def __init__(self, ep: dist.ProcessGroup, weights: dict[str, Tensor], router: Tensor):
+        super().__init__()
+        self.router = nn.Parameter(router.clone())
+        self.weights = nn.ParameterDict({name: nn.Parameter(w.clone()) for name, w in weights.items()})
+        buffer = moonep.Buffer(S, H, K, E, dist.get_world_size(ep), token_padding=8, dtype=torch.float32, group=ep)
+        self.pool = moonep.ExpertPool(SHAPES, E=E, dtype=torch.float32, group=ep, grads=True)
+        self.routed = RoutedExperts(buffer, self.pool)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {
+            name: w.full_tensor(grad_placements=[Partial()]) if isinstance(w, DTensor) else w
+            for name, w in self.weights.items()
+        }
+        scores, ids = (x @ self.router.t()).softmax(-1).topk(K)
+        return self.routed(x, scores, ids, anchor=functional.load(self.pool, weights)).output
+
+
+def run_sharded_experts(owner: str) -> dict[str, float]:
+    """Two steps in which each EP group's experts are sharded over dp. -> relative errors against dense training"""
+    mesh, rank = mesh_of_two_by_two("dp", "ep"), dist.get_rank()
+    ep, dp = mesh["ep"].get_local_rank(), mesh["dp"]
+    generator = torch.Generator().manual_seed(0)
+    experts = {name: torch.randn(E, *shape, generator=generator) / 4 for name, shape in SHAPES.items()}
+    router = torch.randn(E, H, generator=generator)
+    mine = slice(ep * E // 2, (ep + 1) * E // 2)
+    layer = ShardedExperts(mesh["ep"].get_group(), {n: w[mine] for n, w in experts.items()}, router)
+    if owner == "FSDP2":
+        # The mean over dp, of this EP group's sums: half of what a mean over all ranks is not divided by yet.
+        fully_shard(layer, mesh=dp, ignored_params={layer.router}, shard_placement_fn=lambda _: Shard(1))
+    elif owner == "DTensor":
+        for name, w in layer.weights.items():
+            layer.weights[name] = nn.Parameter(distribute_tensor(w.detach(), dp, [Shard(1)]))
+    dense = nn.ParameterDict({**{n: nn.Parameter(w) for n, w in experts.items()}, "router": nn.Parameter(router)})
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01, foreach=False) for module in (layer, dense)]
+    errors: dict[str, float] = {}
+    divide_by = 2 if owner == "FSDP2" else 4
+    for step in range(2):
+        for half in range(2):  # two microbatches: gradients accumulate in the framework's parameters
+            xs = batch(10 * step + half)
+            (layer(xs[rank]).square().mean() / 2).backward()
+            x = torch.cat(xs)
+            scores, ids = (x @ dense["router"].t()).softmax(-1).topk(K)
+            (dense_moe(x, ids, scores, *(dense[n] for n in PROJECTIONS)).square().mean() / 2).backward()
+        dist.all_reduce(layer.router.grad)
+        layer.router.grad /= 4
+        for name, w in layer.weights.items():
+            w.grad /= divide_by
+            got, want = value(w.grad), dense[name].grad[mine]
+            assert isinstance(w.grad, DTensor) and w.grad.to_local().numel() * 2 == got.numel(), "sharded over dp"
+            assert not layer.pool.local_grad[name].any(), "handed over"
+            errors[f"gradient {step} {name}"] = relative(got, want)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, w in layer.weights.items():
+        errors[name] = relative(value(w), dense[name].detach()[mine])
+        state = optimizers[0].state[w]
+        assert state["exp_avg"].to_local().numel() == E // 2 * H * F // 2, "optimizer state is sharded"
+    return errors
+
+
+@pytest.mark.parametrize("owner", ["DTensor", "FSDP2"])
+def test_experts_that_a_framework_shards_over_dp_equal_dense_training(ranks, owner):
+    for errors in ranks(4).run(run_sharded_experts, owner):
+        assert max(errors.values()) < TOLERANCE, errors
