@@ -264,3 +264,244 @@ def run_sharded_experts(owner: str) -> dict[str, float]:
 def test_experts_that_a_framework_shards_over_dp_equal_dense_training(ranks, owner):
     for errors in ranks(4).run(run_sharded_experts, owner):
         assert max(errors.values()) < TOLERANCE, errors
+
+
+def load_what_does_not_fit() -> list[str]:
+    weights = {name: torch.zeros(E, *shape) for name, shape in SHAPES.items()}
+    messages = []
+    for options, given in (
+        ({"grads": True, "master": True}, weights),
+        ({}, weights),
+        ({"grads": True}, {"up": weights["up"]}),
+    ):
+        pool = moonep.ExpertPool(SHAPES, E=E, dtype=torch.float32, **options)
+        with pytest.raises(ValueError) as error:
+            functional.load(pool, given)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_pool_that_cannot_take_a_framework_s_weights_says_so(ranks):
+    (messages,) = ranks(1).run(load_what_does_not_fit)
+    assert messages == [
+        "pool: given one with master=True, expected one with grads=True and master=False",
+        "pool: given one with grads=False, expected one with grads=True and master=False",
+        "weights: given ['up'], expected all of ['gate', 'up', 'down']",
+    ]
+
+
+def run_frozen_weights() -> tuple[list[bool], bool]:
+    """Weights are frozen for a step, then some are not. -> who has a gradient, and whether it is that of one step"""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(E // 2, *shape, generator=generator) for name, shape in SHAPES.items()}
+    layer = ShardedExperts(dist.group.WORLD, weights, torch.randn(E, H, generator=generator))
+    x, grads = batch(1)[dist.get_rank()], []
+    for trained in ((), ("up", "down"), PROJECTIONS):
+        for name, w in layer.weights.items():
+            w.requires_grad_(name in trained)
+            w.grad = None
+        layer(x).sum().backward()
+        grads.append({name: w.grad for name, w in layer.weights.items()})
+    return [grads[1][n] is not None for n in PROJECTIONS], torch.equal(grads[1]["up"], grads[2]["up"])
+
+
+def test_gradients_of_frozen_weights_are_dropped(ranks):
+    assert ranks(2).run(run_frozen_weights) == [([False, True, True], True)] * 2
+
+
+def wrap_in_ddp(kind: str) -> list[str]:
+    """A model in DistributedDataParallel. -> what its first steps say"""
+    model: nn.Module = Model(save="tokens")
+    if kind == "the layer itself":
+        model = model.moe
+    elif kind == "experts left out":
+        model._ddp_params_and_buffers_to_ignore = ["first.bias"]
+        moonep_nn.exclude_experts_from_ddp(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    call: Any = DistributedDataParallel(model)
+    if kind == "compiled":
+        call = torch.compile(call, backend="eager")
+    said = []
+    for _ in range(2):
+        try:
+            call(batch(0)[dist.get_rank()]).sum().backward()
+            said.append("fine")
+        except ValueError as error:
+            said.append(str(error))
+    if said[-1] == "fine":
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    if kind == "experts left out":
+        assert "first.bias" in call.parameters_to_ignore, "what was left out before stays left out"
+        assert "moe.load" in call.parameters_to_ignore
+    return said
+
+
+@pytest.mark.parametrize("kind", ["model", "compiled"])
+def test_ddp_over_experts_is_refused(ranks, kind):
+    for said in ranks(2).run(wrap_in_ddp, kind):
+        for message in said:
+            assert message.startswith("model: given DistributedDataParallel over experts")
+            assert "exclude_experts_from_ddp(model)" in message
+
+
+@pytest.mark.parametrize("kind", ["the layer itself", "experts left out"])
+def test_ddp_leaves_out_the_experts_of_a_layer_and_of_a_model_that_says_so(ranks, kind):
+    assert ranks(2).run(wrap_in_ddp, kind) == [["fine", "fine"]] * 2
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copying_a_layer_says_what_to_do_instead(copied):
+    model = Model(backend="cpu")
+    for thing in (model, model.moe, model.moe.pool, model.moe.buffer, model.moe.routed):
+        if thing is model and copied is copy.copy:
+            continue  # shares everything with the original
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled.*load_state_dict.*moonep\.nn\.sharded_state"):
+            copied(thing)
+    torch.optim.swa_utils.AveragedModel(model.first)  # all else can be copied as before
+
+
+class Block(nn.Module):
+    """Norms and a linear layer around a layer of experts."""
+
+    def __init__(self, **options: Any):
+        super().__init__()
+        self.norm, self.model = nn.RMSNorm(H), Model(**options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.model(self.norm(x)))
+
+
+def save_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "not": {},
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": lambda: create_selective_checkpoint_contexts(save_products),
+    },
+}
+
+
+def run_checkpointed_blocks(save: str) -> dict[str, list[str]]:
+    """Two blocks that share a Buffer, checkpointed in every way. -> what differs from not at all"""
+    blocks = nn.ModuleList([Block(save=save), Block(save=save)])
+    x, want, different = batch(0)[dist.get_rank()], {}, {}
+    for kind, options in CHECKPOINTS.items():
+        blocks.zero_grad()
+        h = x.clone().requires_grad_()
+        start = h
+        for block in blocks:
+            h = checkpoint(block, h, **options) if options else block(h)
+        h.square().mean().backward()
+        got = {"input": start.grad, **{name: p.grad.clone() for name, p in blocks.named_parameters()}}
+        want = want or got
+        assert got.keys() == want.keys() and all(g.any() for g in got.values())
+        different[kind] = [name for name in want if not torch.equal(got[name], want[name])]
+    return different
+
+
+@pytest.mark.parametrize("save", ["rows", "tokens"])
+def test_checkpointed_blocks_have_the_same_gradients_to_the_last_bit(ranks, save):
+    for different in ranks(2).run(run_checkpointed_blocks, save):
+        assert different == {kind: [] for kind in CHECKPOINTS}
+
+
+def test_selective_checkpoints_save_the_products_of_experts():
+    saved = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = save_products(context, op)
+        if kept == CheckpointPolicy.MUST_SAVE and not context.is_recompute:
+            saved.append(op)
+        return kept
+
+    block = Block(backend="cpu")
+    contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+    checkpoint(block, torch.ones(3, H), use_reentrant=False, context_fn=contexts).sum().backward()
+    assert len(saved) >= 2 + 1 + 3, "linear layers, router, experts"
+
+
+class Stage(nn.Module):
+    """Two layers of experts; each microbatch in flight has its own slots."""
+
+    def __init__(self, seed: int, group: dist.ProcessGroup | None, slot_sets: int):
+        super().__init__()
+        self.models = nn.ModuleList([Model(group, seed=seed + i, slot_sets=slot_sets) for i in range(2)])
+        self.slot_sets = itertools.cycle(range(slot_sets))
+
+    def forward(self, x: Tensor) -> Tensor:
+        slot_set = next(self.slot_sets)
+        for model in self.models:
+            model.moe.slot_set = slot_set
+            x = x + model(x)
+        return x
+
+
+MICROBATCHES = 4
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def run_pipeline(slot_sets: int, infer_shapes: bool) -> tuple[list[str], list[bool]]:
+    """1F1B over two stages, and the same model in one piece, whole microbatch after whole microbatch.
+
+    -> what differs to the last bit; which losses are equal.
+    """
+    mesh = mesh_of_two_by_two("pp", "ep")
+    ep, pp, mine = mesh["ep"].get_group(), mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+    xs, targets = (batch(seed, MICROBATCHES * S)[dist.get_rank(ep)] for seed in (0, 1))
+    stage = Stage(10 * mine, ep, slot_sets)
+    one = torch.empty(S, H, requires_grad=True)
+    example = {} if infer_shapes else {"input_args": (one if mine else one.detach(),), "output_args": one}
+    pipeline_stage = PipelineStage(stage, mine, 2, torch.device("cpu"), group=pp, **example)
+    schedule = Schedule1F1B(pipeline_stage, MICROBATCHES, loss_fn=squares, scale_grads=False)
+    losses: list[Tensor] = []
+    for _ in range(1 + infer_shapes):  # the first step infers shapes by a backward of its own, which experts count
+        stage.zero_grad()
+        losses.clear()
+        if mine == 0:
+            schedule.step(xs)
+        else:
+            schedule.step(target=targets, losses=losses)
+
+    stages = nn.ModuleList([Stage(10 * i, ep, 1) for i in range(2)])
+    want = []
+    for x, target in zip(xs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+        want.append(squares(stages[1](stages[0](x)), target))
+        want[-1].backward()
+    got = dict(stage.named_parameters())
+    different = [n for n, p in stages[mine].named_parameters() if not torch.equal(p.grad, got[n].grad)]
+    assert all(p.grad.any() for p in got.values())
+    return different, [torch.equal(a, b) for a, b in zip(losses, want, strict=mine == 1)]
+
+
+@pytest.mark.parametrize(("slot_sets", "infer_shapes"), [(1, True), (2, False)])
+def test_a_1f1b_pipeline_has_the_gradients_of_the_model_in_one_piece(ranks, slot_sets, infer_shapes):
+    results = ranks(4).run(run_pipeline, slot_sets, infer_shapes)
+    for rank, (different, losses) in enumerate(results):
+        assert not different
+        assert losses == ([True] * MICROBATCHES if rank >= 2 else [])
+
+
+def run_accumulation() -> dict[str, float]:
+    """Four microbatches, and all of their tokens at once. -> relative errors"""
+    model, grads = Model(max_tokens=4 * S), []
+    x = batch(3, 4 * S)[dist.get_rank()]
+    for pieces in (1, 4):
+        model.zero_grad(set_to_none=pieces == 1)
+        for piece in x.chunk(pieces):
+            model(piece).square().sum().backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    return {name: relative(grads[1][name], grads[0][name]) for name in grads[0]}
+
+
+def test_microbatches_accumulate_to_the_gradients_of_one_batch(ranks):
+    for errors in ranks(2).run(run_accumulation):
+        assert max(errors.values()) < TOLERANCE, errors
