@@ -34,11 +34,11 @@ class StaleSlotsError(RuntimeError):
 
 
 class NotCopied:
-    """Base of what has memory in common with other ranks: to copy or to pickle it is a TypeError that says what to do."""
+    """Base of what has memory in common with other ranks: copying or pickling it is a TypeError."""
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__}: cannot be copied or pickled, its memory is shared with other ranks; for a copy make "
-            "another layer on every rank and load_state_dict into it; for a checkpoint save "
+            f"{type(self).__name__}: cannot be copied or pickled, its memory is shared with other ranks; for a copy "
+            "make another layer on every rank and load_state_dict into it; for a checkpoint save "
             "moonep.nn.sharded_state(model)"
         )

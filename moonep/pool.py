@@ -474,8 +474,8 @@ class ExpertPool(NotCopied):
                 fused = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
                 if any(id(p) in padded for p in fused):
                     raise ValueError(
-                        "optimizer: given fused=True, expected foreach=True or neither for experts of these sizes: there "
-                        "is padding between them in memory (docs/memory.md), which fused kernels of torch do not respect"
+                        "optimizer: given fused=True, expected foreach=True or neither for experts of these sizes: "
+                        "there is padding between them in memory, which fused kernels of torch do not respect"
                     )
 
             handles.append(register_optimizer_step_pre_hook(refuse_fused))

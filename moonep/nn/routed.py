@@ -144,8 +144,8 @@ class RoutedExperts(NotCopied):
         managed = {id(p) for p in ddp._module_parameters}
         if any(id(p) in managed for p in self.pool.master.values()):
             return (
-                "model: given DistributedDataParallel over experts, which made those of all its ranks equal, expected it "
-                "to leave them out: make the model anew and call moonep.nn.exclude_experts_from_ddp(model) before "
+                "model: given DistributedDataParallel over experts, which made those of all its ranks equal, expected "
+                "it to leave them out: make the model anew and call moonep.nn.exclude_experts_from_ddp(model) before "
                 "wrapping it"
             )
         self._checked_ddp = weakref.ref(ddp)
