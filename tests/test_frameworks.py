@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -29,6 +30,7 @@ from moonep.testing.dense import dense_moe
 
 H, F, E, K, S = 16, 24, 8, 2, 16
 PROJECTIONS = ("gate", "up", "down")
+DENSE_F = 16  # experts of 1024 bytes, of which four fill a page: no padding between them, as there is with F
 SHAPES = {"gate": (H, F), "up": (H, F), "down": (F, H)}
 TOLERANCE = 2e-5  # of the largest value: fp32, sums of about a hundred terms in another order
 
@@ -503,43 +505,59 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def run_pipeline(slot_sets: int, infer_shapes: bool) -> tuple[list[str], list[bool]]:
-    """1F1B over two stages, and the same model in one piece, whole microbatch after whole microbatch.
+def run_pipeline(name: str, slot_sets: int, infer_shapes: bool) -> tuple[list[str], list[bool]]:
+    """A pipeline over two ranks, and the same model in one piece, whole microbatch after whole microbatch.
 
     -> what differs to the last bit; which losses are equal.
     """
+    schedule_class = getattr(schedules, name)
     mesh = mesh_of_two_by_two("pp", "ep")
     ep, pp, mine = mesh["ep"].get_group(), mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     xs, targets = (batch(seed, MICROBATCHES * S)[dist.get_rank(ep)] for seed in (0, 1))
-    stage = Stage(10 * mine, ep, slot_sets)
+    several = issubclass(schedule_class, schedules.PipelineScheduleMulti)
+    num_stages = 4 if several else 2
+    stages = {i: Stage(10 * i, ep, slot_sets) for i in range(mine, num_stages, 2)}
     one = torch.empty(S, H, requires_grad=True)
-    example = {} if infer_shapes else {"input_args": (one if mine else one.detach(),), "output_args": one}
-    pipeline_stage = PipelineStage(stage, mine, 2, torch.device("cpu"), group=pp, **example)
-    schedule = Schedule1F1B(pipeline_stage, MICROBATCHES, loss_fn=squares, scale_grads=False)
+    placed = []
+    for i, stage in stages.items():
+        example = {} if infer_shapes else {"input_args": (one if i else one.detach(),), "output_args": one}
+        placed.append(PipelineStage(stage, i, num_stages, torch.device("cpu"), group=pp, **example))
+    options = {"loss_fn": squares, "scale_grads": False}
+    schedule = schedule_class(placed if several else placed[0], MICROBATCHES, **options)
     losses: list[Tensor] = []
     for _ in range(1 + infer_shapes):  # the first step infers shapes by a backward of its own, which experts count
-        stage.zero_grad()
+        for stage in stages.values():
+            stage.zero_grad()
         losses.clear()
         if mine == 0:
             schedule.step(xs)
         else:
             schedule.step(target=targets, losses=losses)
 
-    stages = nn.ModuleList([Stage(10 * i, ep, 1) for i in range(2)])
+    model = nn.Sequential(*(Stage(10 * i, ep, 1) for i in range(num_stages)))
     want = []
     for x, target in zip(xs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
-        want.append(squares(stages[1](stages[0](x)), target))
+        want.append(squares(model(x), target))
         want[-1].backward()
-    got = dict(stage.named_parameters())
-    different = [n for n, p in stages[mine].named_parameters() if not torch.equal(p.grad, got[n].grad)]
-    assert all(p.grad.any() for p in got.values())
+    different = []
+    for i, stage in stages.items():
+        got = dict(stage.named_parameters())
+        assert all(p.grad.any() for p in got.values())
+        different += [f"{i} {n}" for n, p in model[i].named_parameters() if not torch.equal(p.grad, got[n].grad)]
     return different, [torch.equal(a, b) for a, b in zip(losses, want, strict=mine == 1)]
 
 
-@pytest.mark.parametrize(("slot_sets", "infer_shapes"), [(1, True), (2, False)])
-def test_a_1f1b_pipeline_has_the_gradients_of_the_model_in_one_piece(ranks, slot_sets, infer_shapes):
-    results = ranks(4).run(run_pipeline, slot_sets, infer_shapes)
-    for rank, (different, losses) in enumerate(results):
+@pytest.mark.parametrize(
+    ("name", "slot_sets", "infer_shapes"),
+    [
+        ("Schedule1F1B", 2, False),
+        ("Schedule1F1B", 1, True),
+        ("ScheduleInterleaved1F1B", 2, False),
+        ("ScheduleInterleavedZeroBubble", 1, False),
+    ],
+)
+def test_a_pipeline_has_the_gradients_of_the_model_in_one_piece(ranks, name, slot_sets, infer_shapes):
+    for rank, (different, losses) in enumerate(ranks(4).run(run_pipeline, name, slot_sets, infer_shapes)):
         assert not different
         assert losses == ([True] * MICROBATCHES if rank >= 2 else [])
 
@@ -650,12 +668,9 @@ def test_a_trainer_s_experts_go_to_engines_with_another_number_of_ranks(ranks, d
         assert max(errors.values()) < TOLERANCE, errors
 
 
-FUSED_F = 16  # experts of 1024 bytes, of which four fill a page: no padding between them
-
-
 def train_with(optimizer_options: dict[str, Any], set_to_none: bool, scale: float) -> dict[str, Any]:
     """Three steps with a gradient scaler. -> parameters; elements of optimizer state by parameter"""
-    model = Model(ffn=FUSED_F)
+    model = Model(ffn=DENSE_F)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **optimizer_options)
     scaler: Any = ShardedGradScaler("cpu", init_scale=scale, process_group=dist.group.WORLD)
     if optimizer_options.get("fused"):  # which torch 2.13 does not take together with the sharded one on a CPU
@@ -682,7 +697,7 @@ def test_optimizers_gradient_scaler_and_zeroing_agree_and_keep_state_of_own_expe
     want = ranks(2).run(train_with, {"foreach": False}, True, 1.0)
     for expected, got in zip(want, ranks(2).run(train_with, options, set_to_none, 256.0), strict=True):
         sizes = got.pop("sizes")
-        assert all(sizes[f"moe.experts.{name}"] == E // 2 * H * FUSED_F for name in PROJECTIONS)
+        assert all(sizes[f"moe.experts.{name}"] == E // 2 * H * DENSE_F for name in PROJECTIONS)
         assert sum(sizes.values()) == sum(p.numel() for p in got.values())
         for name, p in got.items():
             assert relative(p, expected[name]) < TOLERANCE, name
@@ -730,3 +745,41 @@ def test_a_fused_optimizer_over_padded_experts_is_refused_before_it_steps(ranks,
         assert said.startswith("optimizer: given fused=True, expected foreach=True or neither")
     for padded, said, stay in ranks(2).run(step_over_padding, dtype, True):
         assert padded and not said and not stay, "with fused=False for experts alone"
+
+
+def replace_experts(how: str) -> str:
+    """-> what the layer says when its experts are not its own any more"""
+    model = Model(ffn=DENSE_F)  # FSDP2 itself refuses parameters with padding
+    if how == "fully_shard":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif how == "assign":
+        model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+    try:
+        if how == "to":
+            model.to(torch.bfloat16)
+        elif how == "to_empty":
+            model.to_empty(device="cpu")
+        model(batch(0)[dist.get_rank()])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("fully_shard", "experts.gate: given .* ignored_params=set"),
+        ("assign", "experts.gate: given .* load_state_dict no assign=True"),
+        ("to", "to: given bfloat16 on cpu, expected the float32 on cpu"),
+        ("to_empty", "to: given float32 on cpu, expected the float32 on cpu that .* in memory of the layer"),
+    ],
+)
+def test_a_layer_whose_parameters_were_replaced_says_so_instead_of_training_nothing(ranks, how, says):
+    for said in ranks(2).run(replace_experts, how):
+        assert re.match(says, said), said
+
+
+def test_conversions_that_change_nothing_are_fine():
+    model = Model(backend="cpu").to("cpu").float().to(torch.float32)
+    model(torch.randn(3, H)).sum().backward()
+    assert all(p.grad.any() for p in model.parameters())

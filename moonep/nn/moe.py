@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from moonep.nn.router import Router
 from moonep.nn.training import exclude_experts_from_ddp
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
+
+_OWN_PARAMETERS = (
+    "the parameter that the layer was made with: give fully_shard "
+    "ignored_params=set(moonep.nn.expert_parameters(model)), and load_state_dict no assign=True"
+)
 
 
 class MoE(NotCopied, nn.Module):
@@ -134,8 +140,12 @@ class MoE(NotCopied, nn.Module):
         """x: [..., H] any floating dtype, at most S tokens, their number may differ by rank -> [..., H] in x's dtype.
 
         Raises:
-            ValueError: a bad x. Peers raise PeerError.
+            ValueError: a bad x, or `experts` are no longer the pool's parameters. Peers raise PeerError.
         """
+        if not torch.compiler.is_compiling():
+            for name, parameter in self.pool.master.items():
+                if self.experts[name] is not parameter:
+                    return self.routed.refuse(f"experts.{name}", self.experts[name], _OWN_PARAMETERS)
         H = self.buffer.dims.H
         if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] != H:
             return self.routed.refuse("x", x, f"[..., {H}] of a floating dtype")
@@ -149,6 +159,18 @@ class MoE(NotCopied, nn.Module):
         if self.training:
             self.load += load.sum(0)
         return output.view(x.shape)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """What `to`, `half`, `to_empty` and the like call. Experts stay where they are, or it is an error."""
+        probe = torch.empty(1, dtype=torch.float32, device=self.load.device)
+        changed = fn(probe)
+        if changed.data_ptr() != probe.data_ptr():
+            raise ValueError(
+                f"to: given {str(changed.dtype).removeprefix('torch.')} on {changed.device}, expected the float32 on "
+                f"{probe.device} that parameters of experts are, in memory of the layer: choose `dtype` (of compute "
+                "weights) and `backend` when making it, and convert other modules one by one"
+            )
+        return super()._apply(fn, recurse)
 
     @property
     def plan(self) -> Plan | None:
