@@ -7,6 +7,7 @@ import itertools
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,14 @@ def take_steps(
     mesh: DeviceMesh,
     finish: Callable[[], None],
     separate: bool,
+    unsynced: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> dict[str, float]:
     """Two clipped steps of a model in parallel, and of a dense one on all tokens. -> relative errors
 
     Args:
         finish: completes gradients after backward.
         separate: experts have an optimizer group of their own.
+        unsynced: given, each step is two microbatches, the first in this context.
     """
     ep, rank = mesh["ep"].get_group(), dist.get_rank()
     experts = {name: whole(p, ep) for name, p in model.moe.experts.items()}
@@ -131,7 +134,12 @@ def take_steps(
 
     for step in range(2):
         xs = batch(step)
-        call(xs[rank]).square().mean().backward()
+        if unsynced is not None:
+            with unsynced():
+                (call(xs[rank][: S // 2]).square().mean() / 2).backward()
+            (call(xs[rank][S // 2 :]).square().mean() / 2).backward()
+        else:
+            call(xs[rank]).square().mean().backward()
         finish()
         dense(torch.cat(xs)).square().mean().backward()
         assert sum(model.moe.plan.stats().host()["redundant_experts"]) > 0, "nothing was redundant"
@@ -161,13 +169,13 @@ def copy_whole(model: Model) -> Model:
     return stand_in  # type: ignore[return-value]
 
 
-def train_under_ddp() -> dict[str, float]:
+def train_under_ddp(microbatches: int) -> dict[str, float]:
     mesh = mesh_of_two_by_two("dp", "ep")
     model = Model(mesh["ep"].get_group())
     moonep_nn.exclude_experts_from_ddp(model)
     wrapped = DistributedDataParallel(model)
     finish = lambda: moonep_nn.sum_expert_grads(model, mesh["dp"].get_group(), divide_by=4)  # noqa: E731
-    return take_steps(model, wrapped, mesh, finish, separate=False)
+    return take_steps(model, wrapped, mesh, finish, False, wrapped.no_sync if microbatches == 2 else None)
 
 
 def train_under_fsdp(layout: str) -> dict[str, float]:
@@ -182,8 +190,9 @@ def train_under_fsdp(layout: str) -> dict[str, float]:
     return take_steps(model, model, mesh, finish, separate=True)
 
 
-def test_ddp_over_the_world_and_experts_over_dp_equal_dense_training(ranks):
-    for errors in ranks(4).run(train_under_ddp):
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_ddp_over_the_world_and_experts_over_dp_equal_dense_training(ranks, microbatches):
+    for errors in ranks(4).run(train_under_ddp, microbatches):
         assert max(errors.values()) < TOLERANCE, errors
 
 
@@ -344,6 +353,24 @@ def test_a_pool_that_cannot_take_a_framework_s_weights_says_so(ranks):
         "pool: given one with grads=False, expected one with grads=True and master=False",
         "weights: given ['up'], expected all of ['gate', 'up', 'down']",
     ]
+
+
+def run_compiled_load() -> list[str]:
+    """A framework's weights in a compiled layer. -> whose gradients differ from eager ones"""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(E // 2, *shape, generator=generator) for name, shape in SHAPES.items()}
+    layer, grads = ShardedExperts(dist.group.WORLD, weights, torch.randn(E, H, generator=generator)), []
+    for call in (layer, torch.compile(layer, backend="aot_eager")):
+        layer.zero_grad()
+        for seed in range(2):
+            call(batch(seed)[dist.get_rank()]).sum().backward()
+        grads.append({name: p.grad for name, p in layer.named_parameters()})
+    assert all(g.any() for g in grads[0].values())
+    return [name for name, g in grads[0].items() if not torch.equal(g, grads[1][name])]
+
+
+def test_a_framework_s_weights_have_the_same_gradients_when_the_layer_is_compiled(ranks):
+    assert ranks(2).run(run_compiled_load) == [[], []]
 
 
 def run_frozen_weights() -> tuple[list[bool], bool]:
