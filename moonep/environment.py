@@ -20,6 +20,11 @@ def movers() -> str | None:
     return os.environ.get("MOONEP_MOVERS") or None
 
 
+def products() -> str | None:
+    """`MOONEP_PRODUCTS`: "kernels" or "torch": what multiplies rows with experts' weights on a GPU."""
+    return os.environ.get("MOONEP_PRODUCTS") or None
+
+
 def interpreting() -> bool:
     """`TRITON_INTERPRET=1`: Triton kernels of this process run in the interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

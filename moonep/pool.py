@@ -363,19 +363,25 @@ class ExpertPool(NotCopied):
             check_updates: also copy when peers may have changed their weights since.
             num_sms: multiprocessors that a kernel may use; None: all.
         """
-        holder = (self._id, plan.key, self._peers.updates)
-        compared = 3 if check_updates else 2
-        stale = []
-        for name, slots in self._slots[slot_set].items():
-            if force or slots.holder is None or slots.holder[:compared] != holder[:compared]:
-                stale.append(name)
+        stale = [
+            name for name in self._slots[slot_set] if force or not self._holds(name, plan, slot_set, check_updates)
+        ]
         if stale:
             for name in stale:
                 self._slots[slot_set][name].holder = None
             full = [self._views[slot_set][name].full for name in stale]
             move_weights([SlotWeights(f, f[self.E :]) for f in full], plan, num_sms)
             for name in stale:
-                self._slots[slot_set][name].holder = holder
+                self._slots[slot_set][name].holder = (self._id, plan.key, self._peers.updates)
+
+    def holds(self, plan: Plan, slot_set: int) -> bool:
+        """Whether the slots hold what `plan` wants, and no peer can have changed its weights since."""
+        return all(self._holds(name, plan, slot_set, check_updates=True) for name in self._slots[slot_set])
+
+    def _holds(self, name: str, plan: Plan, slot_set: int, check_updates: bool) -> bool:
+        holder, wanted = self._slots[slot_set][name].holder, (self._id, plan.key, self._peers.updates)
+        compared = 3 if check_updates else 2
+        return holder is not None and holder[:compared] == wanted[:compared]
 
     def check_slots(self, plan: Plan, slot_set: int = 0) -> None:
         """Raise unless the slots hold what the experts need to run with `plan`.

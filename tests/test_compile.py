@@ -381,7 +381,7 @@ def test_pieces_run_outside_of_graphs_with_equal_results():
         compiled(model)(make_tokens(5), weights, ids)
 
 
-@pytest.mark.parametrize("save", ["rows", "tokens", "nothing"])
+@pytest.mark.parametrize("save", ["rows", "inputs", "tokens", "nothing"])
 def test_operators_pass_opcheck(monkeypatch, save):
     """Without padding all rows are in use; with one key for all plans, equal calls return equal keys."""
     monkeypatch.setattr(moonep.plan, "_plan_ids", itertools.repeat(1))
@@ -397,8 +397,7 @@ def test_operators_pass_opcheck(monkeypatch, save):
     with torch.no_grad():
         _, *saved, key = operators.routed_experts(*args)
     saved, plan = saved[: operators.NUM_SAVED], saved[operators.NUM_SAVED :]
-    if save == "tokens":
-        saved = [x.detach(), weights.detach()]
+    saved = {"inputs": saved[:2], "tokens": [x.detach(), weights.detach()]}.get(save, saved)
     args = (key, routed._number, make_tokens(6), saved, plan, key, 0, save, K)
     assert set(opcheck(operators.routed_experts_backward, args).values()) == {"SUCCESS"}
 
@@ -424,7 +423,7 @@ def test_routed_experts_refuse_what_does_not_go_together():
         RoutedExperts(buffer, pool(up=(H, F)))
     with pytest.raises(ValueError, match=r"pool: given gate \[16, 8\], expected \[32, F\]"):
         RoutedExperts(buffer, pool(gate=(16, 8), up=(16, 8), down=(8, 16)))
-    with pytest.raises(ValueError, match="save: given 'all', expected one of 'rows', 'tokens'"):
+    with pytest.raises(ValueError, match="save: given 'all', expected one of 'rows', 'inputs', 'tokens'"):
         make_routed()(make_tokens(5), torch.rand(S, K), torch.zeros(S, K, dtype=torch.int64), save="all")
 
 

@@ -489,7 +489,7 @@ def run_checkpointed_blocks(save: str, sizes: tuple[int, int]) -> dict[str, list
 
 
 @pytest.mark.parametrize("sizes", [(S, S), (0, S)], ids=["equal", "one rank without tokens"])
-@pytest.mark.parametrize("save", ["rows", "tokens"])
+@pytest.mark.parametrize("save", ["rows", "inputs", "tokens"])
 def test_checkpointed_blocks_have_the_same_gradients_to_the_last_bit(ranks, save, sizes):
     for different in ranks(2).run(run_checkpointed_blocks, save, sizes):
         assert different == {kind: [] for kind in CHECKPOINTS}

@@ -110,7 +110,7 @@ def layer_ids(layer: MoE, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("R", [2, 4])
-@pytest.mark.parametrize("save", ["rows", "tokens"])
+@pytest.mark.parametrize("save", ["rows", "inputs", "tokens"])
 def test_moe_is_dense_within_bf16_rounding(ranks, R, save):
     for errors in ranks(R).run(compare_with_dense, save):
         assert errors.pop("redundant") > 0
@@ -672,7 +672,7 @@ def hurried_training_replays(iterations: int, save: str) -> int:
     )
 
 
-@pytest.mark.parametrize("save", ["rows", "tokens"])
+@pytest.mark.parametrize("save", ["rows", "inputs", "tokens"])
 def test_random_delays_inside_a_graph_do_not_change_training(ranks, save):
     assert ranks(2).run(hurried_training_replays, 100, save) == [0, 0]
 

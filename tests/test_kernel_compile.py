@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moonep.dims import Balance, Dims
-from moonep.kernels import barrier, bulk_combine, bulk_dispatch, dispatch, load, rows, solve
+from moonep.kernels import barrier, bulk_combine, bulk_dispatch, dispatch, grouped, load, rows, solve, swiglu
 from moonep.kernels import launch as launching
 from moonep.testing.launches import Launch, fake_backend, negated_in_minima_of_three, record_launches
 from moonep.weights import SlotReduction, SlotWeights, add_gradients, clear_gradients, move_weights
@@ -82,6 +82,41 @@ def test_bulk_movers_compile_and_order_memory(size, arch):
         assert negated_in_minima_of_three(ptx) == [], launch.name
 
 
+def product_launches(dtype: torch.dtype, major: int) -> list[Launch]:
+    """All products and activations of a layer, recorded."""
+    C, H, F, G = 1024, 7168, 2048, 6
+    x, z = torch.zeros(C, H, dtype=dtype), torch.zeros(C, F, dtype=dtype)
+    weight, grad = torch.zeros(G, H, F, dtype=dtype), torch.zeros(G, H, F)
+    offsets, route_weights = torch.zeros(G, dtype=torch.int32), torch.zeros(C)
+    with record_launches() as launches:
+        tiles = grouped.Tiles.lay(offsets, C, 2, grouped.blocks_for(dtype, major))
+        grouped.multiply(tiles, [(x, weight)], z)
+        grouped.multiply(tiles, [(z, weight), (z, weight)], x, transposed=True, part=grouped.OTHER_GROUPS)
+        for padding in (1, 128):
+            grouped.add_weight_grad(tiles, x, z, grad, padding)
+        swiglu.activate(z, z, route_weights, offsets)
+        swiglu.differentiate(z, z, z, route_weights, offsets)
+    return launches
+
+
+@pytest.mark.parametrize(("dtype", "arch"), [*product((torch.bfloat16, torch.float16, torch.float32), (80, 90, 100))])
+def test_products_compile_and_use_what_the_architecture_has(dtype, arch):
+    launches = product_launches(dtype, arch // 10)
+    assert len(launches) == 7
+    for launch in launches:
+        compiled = launch.compile(arch)
+        ptx = compiled.asm["ptx"]
+        assert compiled.metadata.shared <= {80: 99, 90: 227, 100: 227}[arch] * 1024
+        if launch.name in ("_multiply_kernel", "_add_weight_grad_kernel") and dtype != torch.float32:
+            assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx, launch.name
+            assert ("cp.async.bulk.tensor" in ptx) == (arch >= 90), launch.name
+        if launch.name == "_add_weight_grad_kernel" and arch >= 90:
+            assert ".add.v4.f32" in ptx, "gradients must be added 16 bytes at a time"
+        elif launch.name in ("_activate_kernel", "_differentiate_kernel", "_multiply_kernel"):
+            assert "st.global.v4.b32" in ptx, f"{launch.name}: no 16-byte stores"
+        assert negated_in_minima_of_three(ptx) == [], launch.name
+
+
 @pytest.mark.parametrize("movers", ["portable", "bulk"])
 def test_offsets_between_ranks_have_64_bits(movers):
     """With 8 ranks and production sizes the offset to the last rank's memory does not fit 32 bits."""
@@ -100,10 +135,10 @@ def test_launches_that_share_a_compiled_kernel_have_equal_signatures(monkeypatch
     described: dict[Any, list[Launch]] = {}
     launch = launching.launch
 
-    def describe(kernel: Any, grid: Any, args: Any, varies: Any = (), *, num_warps: int = 4, **constants: Any) -> None:
+    def describe(kernel: Any, grid: Any, args: Any, varies: Any = (), **constants: Any) -> None:
         with record_launches() as launches:
-            launch(kernel, grid, args, varies, num_warps=num_warps, **constants)
-        key = (kernel.fn.__name__, num_warps, varies, *constants.values())
+            launch(kernel, grid, args, varies, **constants)
+        key = (kernel.fn.__name__, varies, *constants.items())
         known = described.setdefault(key, launches)
         assert known == launches, f"{kernel.fn.__name__}: one key, two kernels"
 

@@ -100,7 +100,7 @@ def run_against_dense(options: dict[str, Any], ragged: bool) -> dict[str, float]
 
 
 @pytest.mark.parametrize("R", [1, 2, 4])
-@pytest.mark.parametrize("save", ["rows", "tokens"])
+@pytest.mark.parametrize("save", ["rows", "inputs", "tokens"])
 @pytest.mark.parametrize("options", [{}, {"router": "sigmoid", "shared_ffn": 8}], ids=["softmax", "sigmoid-shared"])
 def test_moe_equals_dense_in_output_and_all_gradients(ranks, R, save, options):
     for errors in ranks(R).run(run_against_dense, {"save": save, **options}, False):
@@ -447,7 +447,7 @@ def test_auxiliary_loss_is_one_when_equal_and_more_when_not():
 
 
 def test_options_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="save: given 'all', expected one of 'rows', 'tokens'"):
+    with pytest.raises(ValueError, match="save: given 'all', expected one of 'rows', 'inputs', 'tokens'"):
         MoE(H, F_, 4, K, max_tokens=4, save="all")
     with pytest.raises(ValueError, match="router: given 'argmax'"):
         MoE(H, F_, 4, K, max_tokens=4, router="argmax")

@@ -37,9 +37,10 @@ def launch(
     varies: tuple[Hashable, ...] = (),
     *,
     num_warps: int = 4,
+    num_stages: int = 3,
     **constants: Any,
 ) -> None:
-    """`kernel[grid](*args, num_warps=num_warps, **constants)`.
+    """`kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **constants)`.
 
     Args:
         kernel: whose constexpr parameters come last.
@@ -47,13 +48,13 @@ def launch(
         args: tensors, descriptors and integers, in order.
         varies: `varying` of those whose dtype, alignment to 16 bytes or width is not the same in all launches with
             equal constants. Integers that Triton specialises on (1, multiples of 16) must not vary.
-        num_warps, constants: as in Triton.
+        num_warps, num_stages, constants: as in Triton.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-    key = (id(kernel), device, num_warps, varies, *constants.values())
+    key = (id(kernel), device, num_warps, num_stages, varies, *constants.values())
     known = _compiled.get(key)
     if known is None:
-        compiled = kernel[grid](*args, num_warps=num_warps, **constants)
+        compiled = kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **constants)
         if device >= 0 and hasattr(compiled, "packed_metadata"):
             in_order = tuple(constants[p.name] for p in kernel.params if p.name in constants)
             _compiled[key] = (compiled, in_order)

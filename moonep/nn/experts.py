@@ -17,15 +17,7 @@ from moonep.weights import PROJECTIONS
 
 
 @outside_graphs
-def experts(
-    pool: ExpertPool,
-    plan: Plan,
-    hidden: Tensor,
-    route_weights: Tensor,
-    *,
-    slot_set: int = 0,
-    rows_again: Callable[[], tuple[Tensor, Tensor]] | None = None,
-) -> Tensor:
+def experts(pool: ExpertPool, plan: Plan, hidden: Tensor, route_weights: Tensor, *, slot_set: int = 0) -> Tensor:
     """down(silu(x gate) * (x up) * route weight) for every row, each group of rows with its own expert's weights.
 
     Args:
@@ -35,14 +27,12 @@ def experts(
         hidden: [C, H] the pool's dtype. Rows past the plan's last offset have no influence.
         route_weights: [C] fp32.
         slot_set: which of the pool's slots hold this plan's redundant experts; filled again when they do not.
-        rows_again: None: rows and activations are saved for backward. Else a function that brings `hidden` and
-            `route_weights` again in backward, when nothing of them was saved.
 
     Returns:
         [C, H]; rows past the plan's last offset are undefined.
     """
     check_pool(pool, plan.dims)
-    return _Experts.apply(pool, plan, slot_set, rows_again, hidden, route_weights)
+    return _Experts.apply(pool, plan, slot_set, hidden, route_weights)
 
 
 def check_pool(pool: ExpertPool, dims: Dims) -> None:
@@ -56,38 +46,41 @@ def check_pool(pool: ExpertPool, dims: Dims) -> None:
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        pool: ExpertPool,
-        plan: Plan,
-        slot_set: int,
-        rows_again: Callable[[], tuple[Tensor, Tensor]] | None,
-        hidden: Tensor,
-        route_weights: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, pool: ExpertPool, plan: Plan, slot_set: int, hidden: Tensor, route_weights: Tensor) -> Tensor:
         out, gate, up = compute_rows(pool, plan, slot_set, hidden, route_weights)
-        ctx.pool, ctx.plan, ctx.slot_set, ctx.rows_again = pool, plan, slot_set, rows_again
-        if rows_again is None:
-            # A view made here: if it is one of the Buffer's rows and they are overwritten, autograd says so.
-            ctx.save_for_backward(hidden[: len(gate)], route_weights, gate, up)
+        ctx.pool, ctx.plan, ctx.slot_set = pool, plan, slot_set
+        # A view made here: if it is one of the Buffer's rows and they are overwritten, autograd says so.
+        ctx.save_for_backward(hidden[: len(gate)], route_weights, gate, up)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.rows_again is None:
-            hidden, route_weights, *products = ctx.saved_tensors
-        else:
-            # Collective, and overwrites the rows that gradients arrive in: grad_out is a copy.
-            (hidden, route_weights), products = ctx.rows_again(), []
+        hidden, route_weights, *products = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
         grads = differentiate_rows(ctx.pool, ctx.plan, ctx.slot_set, grad_out, hidden, route_weights, products)
-        return None, None, None, None, *grads
+        return None, None, None, *grads
 
 
 def compute_rows(
-    pool: ExpertPool, plan: Plan, slot_set: int, hidden: Tensor, route_weights: Tensor
+    pool: ExpertPool,
+    plan: Plan,
+    slot_set: int,
+    hidden: Tensor,
+    route_weights: Tensor,
+    *,
+    out: Tensor | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `experts` returns, and the rows in use times gate and up: [C, H], [n, F], [n, F]."""
-    return grouped.compute(*_weights(pool, plan, slot_set), hidden, route_weights)
+    """What `experts` returns, and the rows in use times gate and up: [C, H], [n, F], [n, F].
+
+    Args:
+        pool, plan, hidden, route_weights, slot_set: of `experts`.
+        out, ready: see `grouped.compute`; slots are what waits for `ready`.
+    """
+    weights, offsets, first, ready = _weights(pool, plan, slot_set, ready)
+    return grouped.compute(
+        weights, offsets, hidden, route_weights, out=out, first=first, ready=ready, token_padding=plan.dims.P
+    )
 
 
 def differentiate_rows(
@@ -98,28 +91,53 @@ def differentiate_rows(
     hidden: Tensor,
     route_weights: Tensor,
     products: Sequence[Tensor],
+    *,
+    in_place: bool = False,
+    ready: Callable[[], None] | None = None,
+    weights_done: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The backward of `experts`: adds weight gradients to the pool's, and returns those of rows and route weights.
 
     Args:
         pool, plan, slot_set: of `experts`.
-        grad_out, hidden, route_weights, products: see `grouped.differentiate`.
+        grad_out, hidden, route_weights, products, in_place, weights_done: see `grouped.differentiate`.
+        ready: see there; slots are what waits for it.
 
     Returns:
         [C, H], undefined past the plan's last offset; [C] fp32.
     """
-    weights, offsets = _weights(pool, plan, slot_set)
+    weights, offsets, first, ready = _weights(pool, plan, slot_set, ready)
     grads = {}
     if pool.grads:
         pool.claim_gradients(plan, slot_set)
         pool.ready_gradients()
         grads = {name: grad for name, grad in pool.compact_grad_of(slot_set).items() if pool.trains(name)}
-    return grouped.differentiate(weights, grads, offsets, grad_out, hidden, route_weights, products)
+    return grouped.differentiate(
+        weights,
+        grads,
+        offsets,
+        grad_out,
+        hidden,
+        route_weights,
+        products,
+        in_place=in_place,
+        first=first,
+        ready=ready,
+        weights_done=weights_done,
+        token_padding=plan.dims.P,
+    )
 
 
-def _weights(pool: ExpertPool, plan: Plan, slot_set: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Weights and offsets of this rank's groups: the compact view, or all experts when some have no slot."""
+def _weights(
+    pool: ExpertPool, plan: Plan, slot_set: int, ready: Callable[[], None] | None
+) -> tuple[dict[str, Tensor], Tensor, int | None, Callable[[], None] | None]:
+    """Weights and offsets of this rank's groups, how many are its own experts, and what the others wait for.
+
+    The compact view, or all experts when some have no slot: then what has none is in between, and nothing waits.
+    """
     pool.fill_slots(plan, slot_set, force=False, check_updates=False)
-    if plan.dims.spills:
-        return pool.full_of(slot_set), plan.cu_seqlens
-    return pool.compact_of(slot_set), plan.compact_cu_seqlens
+    if not plan.dims.spills:
+        return pool.compact_of(slot_set), plan.compact_cu_seqlens, plan.dims.L, ready
+    if ready is not None:
+        ready()
+    return pool.full_of(slot_set), plan.cu_seqlens, None, None

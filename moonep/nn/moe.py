@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moonep.buffer import Buffer
 from moonep.errors import NotCopied
 from moonep.memory.peers import Peers
-from moonep.nn.operators import SAVE
+from moonep.nn.layer import SAVE
 from moonep.nn.routed import RoutedExperts
 from moonep.nn.router import Router
 from moonep.nn.training import exclude_experts_from_ddp
@@ -43,8 +43,10 @@ class MoE(NotCopied, nn.Module):
         normalize_topk, route_scale: see `Router`.
         shared_ffn: width of a shared expert that sees every token; 0: none. Replicated, like the router: the caller
             sums both's gradients over ranks (an all-reduce).
-        save: what backward needs: "rows" keeps the rows that arrived and the activations; "tokens" keeps only the
-            tokens, dispatches them again and computes activations again.
+        save: what backward needs: "rows" keeps the rows that arrived and the activations; "inputs" keeps the rows, and
+            computes activations again; "tokens" keeps only the tokens, and dispatches them again, too.
+        overlap: communication of redundant experts, and on GPUs the shared expert, beside other work; see
+            `RoutedExperts`.
         B, token_padding, balance, timeout_s, backend: see `Buffer`.
         slot_set, slot_sets: which of how many slot sets this layer uses.
         seed: of the initial weights: equal for any number of ranks.
@@ -77,6 +79,7 @@ class MoE(NotCopied, nn.Module):
         route_scale: float = 1.0,
         shared_ffn: int = 0,
         save: str = "rows",
+        overlap: bool = True,
         B: int | None = None,
         token_padding: int = 128,
         balance: str | float = "exact",
@@ -109,7 +112,7 @@ class MoE(NotCopied, nn.Module):
             backend=buffer.backend,
             timeout_s=timeout_s,
         )
-        self.routed = RoutedExperts(buffer, self.pool)
+        self.routed = RoutedExperts(buffer, self.pool, overlap=overlap)
         self.experts = nn.ParameterDict(self.pool.master)
         device = self.pool.local["gate"].device
         self.router.to(device)

@@ -31,14 +31,11 @@ from torch import Tensor
 from torch.library import custom_op
 
 from moonep.arguments import describe
-from moonep.nn.experts import compute_rows, differentiate_rows
-from moonep.nn.functional import differentiate_combine, differentiate_dispatch
+from moonep.nn import layer
+from moonep.nn.layer import INPUTS, ROWS, TOKENS
 
 if TYPE_CHECKING:
     from moonep.nn.routed import RoutedExperts
-
-ROWS, TOKENS, NOTHING = "rows", "tokens", "nothing"  # what is saved for backward
-SAVE = (ROWS, TOKENS)
 
 NUM_SAVED = 4  # rows, their route weights, and their products with gate and up
 NUM_PLAN_TENSORS = 10
@@ -120,26 +117,29 @@ def routed_experts(
         anchor: of `functional.make_anchor` or `load`; None: backward only runs when tokens or route weights require
             grad.
         slot_set: which of the pool's slots.
-        save: "rows", "tokens" or "nothing".
+        save: one of `layer.SAVE`, or "nothing".
         sizes: R, E, B, C, S, F: of the outputs.
 
     Returns:
-        output [s, H]; rows [C, H], route weights [C], products with gate and up [C, F], each [0] unless save is
-        "rows", undefined past the plan's last offset; the plan's tensors; its key [] int64 on the host.
+        output [s, H]; rows [C, H], route weights [C], products with gate and up [C, F], undefined past the plan's last
+        offset, or [0] where `save` does not ask for them; the plan's tensors; its key [] int64 on the host.
     """
     routed = _find(number)
-    buffer, pool = routed.buffer, routed.pool
     if wrong := routed.managed_by_ddp():
-        buffer.refuse("dispatch", wrong)
-    pool.sync_if_updated()
-    tokens, weights = hidden.contiguous(), route_weights.contiguous()
-    rows, row_weights, _, plan = buffer.dispatch(tokens, weights, topk_experts, zero_copy=save != ROWS)
-    buffer.prefetch(plan, pool, slot_set=slot_set)
-    out, *products = compute_rows(pool, plan, slot_set, rows, row_weights)
-    output = buffer.combine(plan, out)[0]
+        routed.buffer.refuse("dispatch", wrong)
+    output, kept, plan = layer.forward(
+        routed.buffer,
+        routed.pool,
+        hidden,
+        route_weights,
+        topk_experts,
+        slot_set=slot_set,
+        save=save,
+        overlap=routed.overlap,
+    )
     saved = [hidden.new_empty(0) for _ in range(NUM_SAVED)]
-    if save == ROWS:
-        saved = [rows, row_weights, *(_extend(product, len(rows)) for product in products)]
+    if save != TOKENS:  # tokens are inputs
+        saved[: len(kept)] = [_extend(tensor, routed.buffer.dims.C) for tensor in kept]
     with torch.inference_mode(False):  # the next call may save it for backward
         key = torch.tensor(plan.key, device="cpu")
     return output, *saved, *plan.tensors(), key
@@ -170,7 +170,7 @@ def routed_experts_backward(
         before: what the backward before it returned, or any tensor.
         number, slot_set, save: of the forward.
         grad_output: [s, H].
-        saved: rows, route weights and products; if save is "tokens": tokens and route weights.
+        saved: of `layer.forward`.
         plan, key: of the forward.
         top_k: K.
 
@@ -178,17 +178,16 @@ def routed_experts_backward(
         Gradients of tokens [s, H], of route weights [s, K] fp32, and of the anchor [0].
     """
     routed = _find(number)
-    buffer, pool, its_plan = routed.buffer, routed.pool, routed.buffer.plan_of(plan, int(key))
-    grad_rows = differentiate_combine(buffer, its_plan, pool, slot_set, grad_output)
-    if save == TOKENS:
-        tokens, weights = saved
-        rows, row_weights, _, _ = buffer.dispatch(tokens, weights, plan=its_plan, zero_copy=True)
-        products: list[Tensor] = []
-    else:
-        rows, row_weights, *products = saved
-    grads = differentiate_rows(pool, its_plan, slot_set, grad_rows, rows, row_weights, products)
-    grad_hidden, grad_weights = differentiate_dispatch(buffer, its_plan, pool, slot_set, *grads)
-    assert grad_weights is not None
+    grad_hidden, grad_weights = layer.backward(
+        routed.buffer,
+        routed.pool,
+        routed.buffer.plan_of(plan, int(key)),
+        grad_output,
+        saved,
+        slot_set=slot_set,
+        save=save,
+        overlap=routed.overlap,
+    )
     return grad_hidden, grad_weights, torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
@@ -223,8 +222,10 @@ def _(
     R, E, B, C, S, F = sizes
     H, (s, K) = hidden.shape[1], route_weights.shape
     saved = [hidden.new_empty(0) for _ in range(NUM_SAVED)]
+    if save in (ROWS, INPUTS):
+        saved[:2] = [hidden.new_empty(C, H), route_weights.new_empty(C)]
     if save == ROWS:
-        saved = [hidden.new_empty(C, H), route_weights.new_empty(C), hidden.new_empty(C, F), hidden.new_empty(C, F)]
+        saved[2:] = [hidden.new_empty(C, F), hidden.new_empty(C, F)]
     plan_shapes = [(R, E), (E, R), (R, B), (E + B,), (E + B, 2), (2,), (s * K,), (s * min(R, K),), (R,), (R, S, K)]
     plan = [hidden.new_empty(shape, dtype=torch.int32) for shape in plan_shapes]
     return hidden.new_empty(hidden.shape), *saved, *plan, torch.empty((), dtype=torch.int64, device="cpu")
@@ -255,7 +256,7 @@ def _(number: Tensor, name: str, given: Tensor, expected: str) -> Tensor:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     after, number, hidden, route_weights, topk_experts, _, slot_set, save, _ = inputs
     saved, plan, key = output[1 : 1 + NUM_SAVED], output[1 + NUM_SAVED : -1], output[-1]
-    tensors = saved if save == ROWS else (hidden, route_weights)
+    tensors = {ROWS: saved, INPUTS: saved[:2]}.get(save, (hidden, route_weights))
     ctx.save_for_backward(number, key, *tensors, *plan)
     ctx.lane, ctx.num_saved = Lane.of(after, key), len(tensors)
     ctx.slot_set, ctx.save, ctx.top_k = slot_set, save, topk_experts.shape[1]

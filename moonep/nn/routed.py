@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from moonep.arguments import describe
 from moonep.buffer import Buffer
 from moonep.errors import NotCopied
-from moonep.nn import functional, operators
-from moonep.nn.experts import check_pool, experts
+from moonep.nn import functional, layer, operators
+from moonep.nn.experts import check_pool
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
 from moonep.weights import PROJECTIONS
@@ -30,12 +31,14 @@ class Routed(NamedTuple):
 class RoutedExperts(NotCopied):
     """Dispatch, prefetch, experts and combine in one call, for models with a router of their own.
 
-    Collective, like its backward. In eager mode it is the composition of `functional` and `experts`; a compiler sees
-    one operator, and another in backward (`moonep.nn.operators`): `torch.compile(fullgraph=True)` goes through.
+    Collective, like its backward (`moonep.nn.layer`). A compiler sees one operator, and another in backward
+    (`moonep.nn.operators`): `torch.compile(fullgraph=True)` goes through.
 
     Args:
         buffer: of this layer shape.
         pool: with projections gate [H, F], up [H, F], down [F, H].
+        overlap: weights of redundant experts arrive while own experts work, and their gradients leave while the
+            gradient of the rows is made; False: one after the other. Results are equal, bit for bit.
 
     Attributes:
         plan: of the last call; None before the first.
@@ -44,7 +47,7 @@ class RoutedExperts(NotCopied):
         ValueError: the pool does not go with the Buffer, or cannot hold gradients of all redundant experts.
     """
 
-    def __init__(self, buffer: Buffer, pool: ExpertPool):
+    def __init__(self, buffer: Buffer, pool: ExpertPool, *, overlap: bool = True):
         if not isinstance(buffer, Buffer):
             raise ValueError(f"buffer: given {type(buffer).__name__}, expected a Buffer")
         if not isinstance(pool, ExpertPool):
@@ -62,7 +65,7 @@ class RoutedExperts(NotCopied):
         shapes = {p.name: p.shape for p in pool.projections}
         if shapes["gate"][0] != d.H:
             raise ValueError(f"pool: given gate {list(shapes['gate'])}, expected [{d.H}, F], as H of the Buffer")
-        self.buffer, self.pool = buffer, pool
+        self.buffer, self.pool, self.overlap = buffer, pool, overlap
         self._number, self._anchor = operators.register(self), functional.make_anchor()
         self._sizes = [d.R, d.E, d.B, d.C, d.S, shapes["gate"][1]]
         self._plan: Plan | list[Tensor] | None = None
@@ -85,8 +88,8 @@ class RoutedExperts(NotCopied):
             route_weights: [s, K] fp32.
             topk_experts: [s, K] int32 or int64; -1 = no assignment.
             slot_set: which of the pool's slots.
-            save: what backward needs: "rows" keeps the rows that arrived and the activations; "tokens" keeps only the
-                tokens, dispatches them again and computes activations again.
+            save: what backward needs: "rows" keeps the rows that arrived and the activations; "inputs" keeps the rows,
+                and computes activations again; "tokens" keeps only the tokens, and dispatches them again, too.
             anchor: with a framework's own weights: what `functional.load` returned.
 
         Returns:
@@ -97,37 +100,23 @@ class RoutedExperts(NotCopied):
         """
         if not torch.compiler.is_compiling():
             self._check(hidden, route_weights, slot_set, save)
-        elif save not in operators.SAVE:
-            raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, operators.SAVE))}")
+        elif save not in layer.SAVE:
+            raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, layer.SAVE))}")
         if anchor is None and any(self.pool.trains(name) for name in PROJECTIONS):
             anchor = self._anchor
         if torch.compiler.is_compiling():
             return self._call_operator(hidden, route_weights, topk_experts, anchor, slot_set, save)
-        buffer, pool = self.buffer, self.pool
-        pool.sync_if_updated()
-        rows, row_weights, plan = functional.dispatch(
-            buffer,
-            hidden,
-            route_weights,
-            topk_experts,
-            pool,
-            anchor=anchor,
-            slot_set=slot_set,
-            zero_copy=save == operators.TOKENS,
-        )
-        buffer.prefetch(plan, pool, slot_set=slot_set)
-        again = None
-        if save == operators.TOKENS:
-            again = _RowsAgain(buffer, plan, hidden.detach(), route_weights.detach())
-        rows = experts(pool, plan, rows, row_weights, slot_set=slot_set, rows_again=again)
-        self._plan = plan
-        return Routed(functional.combine(buffer, plan, rows, pool, slot_set=slot_set), plan.load)
+        if not torch.is_grad_enabled():
+            save = layer.NOTHING
+        output = _Routed.apply(self, slot_set, save, hidden, route_weights, topk_experts, anchor)
+        assert self.plan is not None
+        return Routed(output, self.plan.load)
 
     def _check(self, hidden: object, route_weights: object, slot_set: object, save: object) -> None:
         """What dispatch does not look at, so that peers hear of it at once."""
         wrong = self.managed_by_ddp()
-        if save not in operators.SAVE:
-            wrong = f"save: given {save!r}, expected one of {', '.join(map(repr, operators.SAVE))}"
+        if save not in layer.SAVE:
+            wrong = f"save: given {save!r}, expected one of {', '.join(map(repr, layer.SAVE))}"
         if not isinstance(slot_set, int) or not 0 <= slot_set < self.pool.slot_sets:
             wrong = f"slot_set: given {slot_set!r}, expected 0 to {self.pool.slot_sets - 1}"
         for name, value in (("hidden", hidden), ("route_weights", route_weights)):
@@ -168,7 +157,7 @@ class RoutedExperts(NotCopied):
             topk_experts,
             anchor,
             slot_set,
-            save if torch.is_grad_enabled() else operators.NOTHING,
+            save if torch.is_grad_enabled() else layer.NOTHING,
             self._sizes,
         )
         plan = self._plan = list(results[1 + operators.NUM_SAVED :])
@@ -187,12 +176,29 @@ class RoutedExperts(NotCopied):
         return operators.refuse(self._number, name, given, expected)
 
 
-class _RowsAgain:
-    """Brings the rows of a dispatch again, from the tokens."""
+class _Routed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        routed: RoutedExperts,
+        slot_set: int,
+        save: str,
+        hidden: Tensor,
+        route_weights: Tensor,
+        topk_experts: Tensor,
+        anchor: Tensor | None,
+    ) -> Tensor:
+        ctx.routed, ctx.options = routed, {"slot_set": slot_set, "save": save, "overlap": routed.overlap}
+        output, saved, ctx.plan = layer.forward(
+            routed.buffer, routed.pool, hidden, route_weights, topk_experts, **ctx.options
+        )
+        ctx.save_for_backward(*saved)
+        routed._plan = ctx.plan
+        return output
 
-    def __init__(self, buffer: Buffer, plan: Plan, tokens: Tensor, weights: Tensor):
-        self.buffer, self.plan, self.tokens, self.weights = buffer, plan, tokens, weights
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        rows, weights, _, _ = self.buffer.dispatch(self.tokens, self.weights, plan=self.plan, zero_copy=True)
-        return rows, weights
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        routed, saved = ctx.routed, ctx.saved_tensors
+        grads = layer.backward(routed.buffer, routed.pool, ctx.plan, grad_output, saved, **ctx.options)
+        return None, None, None, *grads, None, None

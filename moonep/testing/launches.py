@@ -42,6 +42,7 @@ class Launch:
     constants: dict[str, Any]
     divisible: tuple[int, ...]
     num_warps: int
+    num_stages: int
 
     @property
     def name(self) -> str:
@@ -60,7 +61,8 @@ class Launch:
             constexprs=self.constants,
             attrs={(i,): [["tt.divisibility", 16]] for i in self.divisible},
         )
-        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": self.num_warps})
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def record_launches() -> Iterator[list[Launch]]:
 
 def _describe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    num_warps = values.pop("num_warps", 4)
+    num_warps, num_stages = values.pop("num_warps", 4), values.pop("num_stages", 3)
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     divisible = []
@@ -95,7 +97,8 @@ def _describe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lau
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif hasattr(value, "block_shape"):  # a tensor descriptor
             element = POINTERS[value.base.dtype].removeprefix("*")
-            signature[parameter.name] = f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon says it, Triton finds one
+            signature[parameter.name] = f"tensordesc<{element}{list(value.block_shape)}{layout}>"
         elif isinstance(value, Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
             divisible.append(i)
@@ -103,7 +106,7 @@ def _describe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lau
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if not parameter.do_not_specialize and value % 16 == 0:
                 divisible.append(i)
-    return Launch(kernel, signature, constants, tuple(divisible), num_warps)
+    return Launch(kernel, signature, constants, tuple(divisible), num_warps, num_stages)
 
 
 class OneProcessMemory(HostMemory):

@@ -1,0 +1,150 @@
+"""Products of grouped rows by kernels are those of torch: in the interpreter, and with a GPU there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from moonep.nn import grouped, products
+from moonep.nn.products import Job, KernelProducts, TorchProducts
+
+POISON = float("nan")
+# Rows of groups; padding; a row past the last offset is poison.
+GROUPS = {
+    "ragged": ([3, 0, 70, 1, 0], 1),
+    "padded": ([64, 0, 128, 64], 64),
+    "one row": ([0, 0, 1], 1),
+    "none": ([0, 0], 1),
+}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+class Case:
+    """Inputs of all products. What is not to be read is NaN."""
+
+    def __init__(self, groups: list[int], H: int, F: int, dtype: torch.dtype, device: str, stride: int = 0):
+        g = torch.Generator().manual_seed(1)
+        self.offsets = torch.tensor(groups).cumsum(0).int().to(device)
+        self.used, self.G = sum(groups), len(groups)
+        self.C = self.used + 5
+
+        def rows(width: int) -> Tensor:
+            made = torch.randn(self.C, width, generator=g).to(dtype)
+            made[self.used :] = POISON
+            return made.to(device)
+
+        def weight(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            """Distances between groups are not dense."""
+            size = shape[0] * shape[1]
+            memory = torch.full((self.G, size + stride), POISON, dtype=dtype)
+            memory[:, :size] = torch.randn(self.G, size, generator=g).to(dtype)
+            memory = memory.to(device)
+            return memory.as_strided((self.G, *shape), (size + stride, shape[1], 1))
+
+        self.x, self.grad_y = rows(H), rows(H)
+        self.route_weights = torch.rand(self.C, generator=g).to(device)
+        self.weights = {"gate": weight(H, F), "up": weight(H, F), "down": weight(F, H)}
+        self.grads = {n: weight(*w.shape[1:], dtype=torch.float32) for n, w in self.weights.items()}
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Largest difference over largest value; infinite if something is not finite."""
+    if not want.numel():
+        return 0.0
+    error = float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp(min=1e-6))
+    return error if error == error else float("inf")
+
+
+def compare(groups: list[int], padding: int, H: int, F: int, dtype: torch.dtype, device: str, overlap: bool) -> Any:
+    """Forward and backward by kernels and by torch, in fp32 products. -> relative errors, and whether order was kept"""
+    case = Case(groups, H, F, dtype, device, stride=8)
+    exact = Case(groups, H, F, torch.float32, "cpu")
+    for name in ("x", "grad_y"):
+        getattr(exact, name).copy_(getattr(case, name))
+    for name in case.weights:
+        exact.weights[name].copy_(case.weights[name])
+        exact.grads[name].copy_(case.grads[name])
+    untouched = {n: grad.clone() for n, grad in case.grads.items()}
+    calls: list[str] = []
+    first = len(groups) // 2
+
+    def run(kind: type[Any], c: Case, **options: Any) -> dict[str, Tensor]:
+        def choose(weights: Any, offsets: Tensor, hidden: Tensor, first: int | None, token_padding: int) -> Any:
+            return kind(offsets, hidden, first, token_padding) if kind is KernelProducts else kind(offsets, len(hidden))
+
+        real, grouped.choose = grouped.choose, choose
+        try:
+            x = c.x.clone()
+            y, gate, up = grouped.compute(c.weights, c.offsets, x, c.route_weights, token_padding=padding, **options)
+            grad_x, grad_w = grouped.differentiate(
+                c.weights,
+                c.grads,
+                c.offsets,
+                c.grad_y.clone(),
+                x,
+                c.route_weights,
+                (gate, up),
+                token_padding=padding,
+                weights_done=lambda: calls.append("done"),
+                in_place=True,
+                **options,
+            )
+        finally:
+            grouped.choose = real
+        n = c.used
+        return {"y": y[:n], "gate": gate[:n], "grad_x": grad_x[:n], "grad_w": grad_w, **c.grads}
+
+    options = {"first": first, "ready": lambda: calls.append("ready")} if overlap else {}
+    got, want = run(KernelProducts, case, **options), run(TorchProducts, exact)
+    errors = {name: relative(got[name].cpu(), want[name]) for name in want}
+    empty = [g for g, rows in enumerate(groups) if not rows]
+    kept = all(torch.equal(case.grads[n][g], untouched[n][g]) for n in case.grads for g in empty)
+    return errors, kept, calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_kernels_equal_torch_in_the_interpreter(interpreters, groups, dtype):
+    rows, padding = GROUPS[groups]
+    errors, kept, _ = interpreters(1).run(compare, rows, padding, 72, 40, dtype, "cpu", False)[0]
+    assert max(errors.values()) < TOLERANCE[dtype], errors
+    assert kept, "groups without rows are not touched"
+
+
+@pytest.mark.slow
+def test_first_groups_do_not_wait_in_the_interpreter(interpreters):
+    errors, _, calls = interpreters(1).run(compare, *GROUPS["ragged"], 72, 40, torch.float32, "cpu", True)[0]
+    assert max(errors.values()) < TOLERANCE[torch.float32], errors
+    assert calls == ["ready", "ready", "done", "done"], "forward, backward; weight gradients of both kinds"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: kernels are interpreted here")
+@pytest.mark.parametrize("groups", [*GROUPS, "large"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_kernels_equal_torch_on_a_gpu(groups, dtype, overlap):
+    rows, padding = {**GROUPS, "large": ([384, 0, 1280, 128, 256], 128)}[groups]
+    errors, kept, _ = compare(rows, padding, 1096, 520, dtype, "cuda", overlap)
+    assert max(errors.values()) < TOLERANCE[dtype], errors
+    assert kept, "groups without rows are not touched"
+
+
+def test_torch_is_used_where_kernels_cannot_be():
+    case = Case([3, 4], 8, 8, torch.float32, "cpu")
+    assert isinstance(products.choose(case.weights, case.offsets, case.x, None, 1), TorchProducts)
+
+
+def test_several_pairs_are_added_before_rounding():
+    g = torch.Generator().manual_seed(2)
+    x, w = torch.randn(6, 16, generator=g).bfloat16(), torch.randn(2, 16, 8, generator=g).bfloat16()
+    offsets = torch.tensor([2, 6], dtype=torch.int32)
+    one, two = TorchProducts(offsets, 6), Job([(x, w), (x, w)])
+    product = one.multiply(Job([(x, w)]))[0]
+    torch.testing.assert_close(one.multiply(two)[0].float(), 2 * product.float(), rtol=0, atol=0)
