@@ -15,7 +15,7 @@ from moonep import arguments, backends
 from moonep.backends.cpu import CompletedEvent
 from moonep.backends.regions import RowRegion
 from moonep.dims import ROW_ALIGNMENT_BYTES, Balance, Dims
-from moonep.errors import PeerError
+from moonep.errors import NotCopied, PeerError
 from moonep.memory.peers import Peers
 from moonep.plan import Plan
 from moonep.watchdog import watching
@@ -40,7 +40,7 @@ SMS_BESIDE = 16  # of kernels that move weights while others compute, unless `nu
 _buffer_ids = itertools.count(1)
 
 
-class Buffer:
+class Buffer(NotCopied):
     """Moves the rows of MoE layers of one shape between the ranks of a group, balanced.
 
     Collective: every rank of the group creates it, and calls the same operations in the same order.

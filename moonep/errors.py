@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class PeerError(RuntimeError):
     """Another rank failed in an operation that this rank takes part in.
@@ -29,3 +31,14 @@ class PeerTimeout(PeerError):
 
 class StaleSlotsError(RuntimeError):
     """The slots for redundant experts hold the weights of another plan: prefetch again before the experts run."""
+
+
+class NotCopied:
+    """Base of what has memory in common with other ranks: copying or pickling it is a TypeError."""
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: cannot be copied or pickled, its memory is shared with other ranks; for a copy "
+            "make another layer on every rank and load_state_dict into it; for a checkpoint save "
+            "moonep.nn.sharded_state(model)"
+        )

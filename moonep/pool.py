@@ -23,12 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moonep import backends
 from moonep.arguments import check_seconds, describe
 from moonep.dims import MAX_RANKS, ROW_ALIGNMENT_BYTES, align_up
-from moonep.errors import StaleSlotsError
+from moonep.errors import NotCopied, StaleSlotsError
 from moonep.memory import Chunk, Memory
 from moonep.memory.peers import Peers
 from moonep.memory.strides import dense_strides
@@ -100,7 +101,7 @@ class Views:
     compact_grad: Tensor | None
 
 
-class ExpertPool:
+class ExpertPool(NotCopied):
     """Makes and owns the weights of one layer's experts. Collective: every rank of the group creates it.
 
     Args:
@@ -472,8 +473,22 @@ class ExpertPool:
             if (alive := pool()) is not None:
                 alive._stepped = True
 
-        handle = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, handle.remove).atexit = False
+        handles = [register_optimizer_step_post_hook(stepped)]
+        dense = {name: p.is_contiguous() and self.local_grad[name].is_contiguous() for name, p in self.master.items()}
+        padded = {id(self.master[name]) for name, right in dense.items() if not right}
+        if padded:
+
+            def refuse_fused(optimizer: Optimizer, *_: object) -> None:
+                fused = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
+                if any(id(p) in padded for p in fused):
+                    raise ValueError(
+                        "optimizer: given fused=True, expected foreach=True or neither for experts of these sizes: "
+                        "there is padding between them in memory, which fused kernels of torch do not respect"
+                    )
+
+            handles.append(register_optimizer_step_pre_hook(refuse_fused))
+        for handle in handles:
+            weakref.finalize(self, handle.remove).atexit = False
 
     def _versions(self) -> list[int]:
         return [parameter._version for parameter in self.master.values()]

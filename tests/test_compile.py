@@ -389,7 +389,7 @@ def test_operators_pass_opcheck(monkeypatch, save):
     routed, trained = layer.routed, save != "nothing"
     x, weights = make_tokens(5).requires_grad_(trained), torch.rand(S, K, requires_grad=trained)
     ids = torch.randint(L, (S, K), generator=torch.Generator().manual_seed(1))
-    anchor = operators.make_anchor() if trained else None
+    anchor = functional.make_anchor() if trained else None
     args = (operators.ORDER.last, routed._number, x, weights, ids, anchor, 0, save, routed._sizes)
     assert set(opcheck(operators.routed_experts, args).values()) == {"SUCCESS"}
     if not trained:

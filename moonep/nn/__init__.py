@@ -1,6 +1,7 @@
 """Layers: `MoE`, its routed part `RoutedExperts`, and its pieces as differentiable functions in `functional`.
 
-For training loops: `expert_parameters`, `clip_grad_norm_` and `sharded_state`.
+For training loops: `expert_parameters`, `clip_grad_norm_`, `sharded_state`; with data parallelism beside the experts',
+`exclude_experts_from_ddp` and `sum_expert_grads`.
 """
 
 from moonep.nn import functional
@@ -8,7 +9,13 @@ from moonep.nn.experts import experts
 from moonep.nn.moe import MoE
 from moonep.nn.routed import RoutedExperts
 from moonep.nn.router import Router, Routing
-from moonep.nn.training import clip_grad_norm_, expert_parameters, sharded_state
+from moonep.nn.training import (
+    clip_grad_norm_,
+    exclude_experts_from_ddp,
+    expert_parameters,
+    sharded_state,
+    sum_expert_grads,
+)
 
 __all__ = [
     "MoE",
@@ -18,6 +25,8 @@ __all__ = [
     "experts",
     "functional",
     "clip_grad_norm_",
+    "exclude_experts_from_ddp",
     "expert_parameters",
     "sharded_state",
+    "sum_expert_grads",
 ]

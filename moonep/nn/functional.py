@@ -12,6 +12,7 @@ Under `torch.compile` both run eagerly, and so does `experts`: graphs end and be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,43 @@ class Dispatched(NamedTuple):
     hidden: Tensor
     route_weights: Tensor
     plan: Plan
+
+
+@outside_graphs
+def load(pool: ExpertPool, weights: Mapping[str, Tensor]) -> Tensor:
+    """Use a framework's own weights: `pool.load_local` in forward, and the pool's gradients for them in backward.
+
+        weights = {name: w.full_tensor(grad_placements=[Partial()]) for name, w in sharded.items()}  # DTensors
+        output, _ = routed(hidden, route_weights, topk_experts, anchor=load(pool, weights))
+
+    Args:
+        pool: with `grads=True` and without master parameters.
+        weights: {projection: [L, ...] floating dtype}: all projections, of this rank's own experts. Backward gives them
+            `local_grad` in their dtype, which is complete over the pool's group, and zeroes it.
+
+    Returns:
+        [0]: the `anchor` of `dispatch` or `RoutedExperts`. Their backward comes before this one's.
+
+    Raises:
+        ValueError: a projection is missing or has another shape; the pool has no gradients, or masters.
+
+    Moves: forward reads the weights and writes them in the pool's dtype; backward reads `local_grad` (4 bytes a value),
+    writes it in the weights' dtype, and zeroes it.
+    """
+    if pool.master or not pool.grads:
+        given = "master=True" if pool.master else "grads=False"
+        raise ValueError(f"pool: given one with {given}, expected one with grads=True and master=False")
+    names = [p.name for p in pool.projections]
+    if sorted(weights) != sorted(names):
+        raise ValueError(f"weights: given {sorted(weights)}, expected all of {names}")
+    # The anchor keeps backward coming when all weights are frozen: what was added to `local_grad` must not stay.
+    return _Load.apply(pool, make_anchor(), *(weights[name] for name in names))
+
+
+def make_anchor() -> Tensor:
+    """An empty tensor that requires grad, so that backward runs when neither tokens nor route weights do."""
+    with torch.inference_mode(False):
+        return torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
 
 @outside_graphs
@@ -53,6 +91,7 @@ def dispatch(
         pool: whose slot gradients are reduced home at the end of backward; None: not at all.
         anchor: any tensor that requires grad, such as an expert parameter. Backward runs only when an input requires
             grad: with frozen inputs and router the gradients of redundant experts would never go home. It gets none.
+            With a framework's own weights: what `load` returned.
         slot_set: which of the pool's slots.
         zero_copy: `hidden` of the result is a view of the Buffer's rows, valid until its next fresh dispatch. Whoever
             saves it for backward and uses it after that gets an error.
@@ -79,6 +118,23 @@ def combine(buffer: Buffer, plan: Plan, hidden: Tensor, pool: ExpertPool | None 
         [s, H] payload dtype.
     """
     return _Combine.apply(buffer, pool, slot_set, plan, hidden.contiguous())
+
+
+class _Load(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pool: ExpertPool, anchor: Tensor, *weights: Tensor) -> Tensor:
+        ctx.pool, ctx.dtypes = pool, [w.dtype for w in weights]
+        pool.load_local({p.name: w for p, w in zip(pool.projections, weights, strict=True)})
+        return torch.zeros_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        grads: list[Tensor | None] = []
+        for p, dtype, wanted in zip(ctx.pool.projections, ctx.dtypes, ctx.needs_input_grad[2:], strict=True):
+            own = ctx.pool.local_grad[p.name]
+            grads.append(torch.empty(own.shape, dtype=dtype, device=own.device).copy_(own) if wanted else None)
+            own.zero_()
+        return None, None, *grads
 
 
 class _Dispatch(torch.autograd.Function):

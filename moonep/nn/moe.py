@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,16 +11,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moonep.buffer import Buffer
+from moonep.errors import NotCopied
 from moonep.memory.peers import Peers
 from moonep.nn.beside import start
 from moonep.nn.layer import SAVE
 from moonep.nn.routed import RoutedExperts
 from moonep.nn.router import Router
+from moonep.nn.training import exclude_experts_from_ddp
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
 
+_OWN_PARAMETERS = (
+    "the parameter that the layer was made with: give fully_shard "
+    "ignored_params=set(moonep.nn.expert_parameters(model)), and load_state_dict no assign=True"
+)
 
-class MoE(nn.Module):
+
+class MoE(NotCopied, nn.Module):
     """Router, experts spread over the ranks of a group, and optional shared experts. Collective, like its backward.
 
     Every rank computes the same number of rows whatever the router does; output and gradients equal those of the
@@ -47,8 +55,8 @@ class MoE(nn.Module):
     Attributes:
         router: `Router`; replicated.
         experts: nn.ParameterDict gate [L, H, F], up [L, H, F], down [L, F, H]: fp32 parameters of this rank's own
-            experts. Gradients are sums over the tokens of all ranks after backward: do not reduce them over the group,
-            nor wrap the layer in DistributedDataParallel over it, which would make the experts of all ranks equal.
+            experts. Gradients are sums over the tokens of all ranks after backward: do not reduce them over the group.
+            DistributedDataParallel must leave them out: see `exclude_experts_from_ddp`.
         plan: the last forward's plan: `moe.plan.stats()`.
         aux_loss: [] the last forward's auxiliary loss, to be added to the loss with a coefficient.
         load: [E] int64, assignments of all ranks since `update_bias`.
@@ -112,6 +120,7 @@ class MoE(nn.Module):
         self.shared = SharedExpert(hidden, shared_ffn).to(device) if shared_ffn else None
         self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
         self.aux_loss: Tensor | None = None
+        exclude_experts_from_ddp(self)
         self.reset_parameters(seed)
 
     @torch.no_grad()
@@ -135,8 +144,12 @@ class MoE(nn.Module):
         """x: [..., H] any floating dtype, at most S tokens, their number may differ by rank -> [..., H] in x's dtype.
 
         Raises:
-            ValueError: a bad x. Peers raise PeerError.
+            ValueError: a bad x, or `experts` are no longer the pool's parameters. Peers raise PeerError.
         """
+        if not torch.compiler.is_compiling():
+            for name, parameter in self.pool.master.items():
+                if self.experts[name] is not parameter:
+                    return self.routed.refuse(f"experts.{name}", self.experts[name], _OWN_PARAMETERS)
         H = self.buffer.dims.H
         if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] != H:
             return self.routed.refuse("x", x, f"[..., {H}] of a floating dtype")
@@ -151,6 +164,18 @@ class MoE(nn.Module):
         if self.training:
             self.load += load.sum(0)
         return output.view(x.shape)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        """What `to`, `half`, `to_empty` and the like call. Experts stay where they are, or it is an error."""
+        probe = torch.empty(1, dtype=torch.float32, device=self.load.device)
+        changed = fn(probe)
+        if changed.data_ptr() != probe.data_ptr():
+            raise ValueError(
+                f"to: given {str(changed.dtype).removeprefix('torch.')} on {changed.device}, expected the float32 on "
+                f"{probe.device} that parameters of experts are, in memory of the layer: choose `dtype` (of compute "
+                "weights) and `backend` when making it, and convert other modules one by one"
+            )
+        return super()._apply(fn, recurse)
 
     @property
     def plan(self) -> Plan | None:

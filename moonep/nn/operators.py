@@ -84,11 +84,6 @@ class Lane:
         return lane
 
 
-def make_anchor() -> Tensor:
-    """An empty tensor that requires grad, so that backward runs when neither tokens nor route weights do."""
-    return torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
-
-
 _tags = [torch.Tag.pt2_compliant_tag]
 if hasattr(torch.Tag, "cudagraph_unsafe"):
     _tags.append(torch.Tag.cudagraph_unsafe)  # a replay would not run what happens on the host
@@ -119,7 +114,8 @@ def routed_experts(
         after: [] int64 on the host: the key that the previous call returned.
         number: of the `RoutedExperts`.
         hidden, route_weights, topk_experts: of `functional.dispatch`.
-        anchor: of `make_anchor`; None: backward only runs when tokens or route weights require grad.
+        anchor: of `functional.make_anchor` or `load`; None: backward only runs when tokens or route weights require
+            grad.
         slot_set: which of the pool's slots.
         save: one of `layer.SAVE`, or "nothing".
         sizes: R, E, B, C, S, F: of the outputs.
@@ -129,6 +125,8 @@ def routed_experts(
         offset, or [0] where `save` does not ask for them; the plan's tensors; its key [] int64 on the host.
     """
     routed = _find(number)
+    if wrong := routed.managed_by_ddp():
+        routed.buffer.refuse("dispatch", wrong)
     output, kept, plan = layer.forward(
         routed.buffer,
         routed.pool,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
 
 from moonep.arguments import describe
 from moonep.buffer import Buffer
-from moonep.nn import layer, operators
+from moonep.errors import NotCopied
+from moonep.nn import functional, layer, operators
 from moonep.nn.experts import check_pool
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
@@ -24,7 +28,7 @@ class Routed(NamedTuple):
     load: Tensor
 
 
-class RoutedExperts:
+class RoutedExperts(NotCopied):
     """Dispatch, prefetch, experts and combine in one call, for models with a router of their own.
 
     Collective, like its backward (`moonep.nn.layer`). A compiler sees one operator, and another in backward
@@ -62,12 +66,20 @@ class RoutedExperts:
         if shapes["gate"][0] != d.H:
             raise ValueError(f"pool: given gate {list(shapes['gate'])}, expected [{d.H}, F], as H of the Buffer")
         self.buffer, self.pool, self.overlap = buffer, pool, overlap
-        self._number, self._anchor = operators.register(self), operators.make_anchor()
+        self._number, self._anchor = operators.register(self), functional.make_anchor()
         self._sizes = [d.R, d.E, d.B, d.C, d.S, shapes["gate"][1]]
         self._plan: Plan | list[Tensor] | None = None
+        self._checked_ddp: Callable[[], nn.Module | None] = lambda: None
 
     def __call__(
-        self, hidden: Tensor, route_weights: Tensor, topk_experts: Tensor, *, slot_set: int = 0, save: str = "rows"
+        self,
+        hidden: Tensor,
+        route_weights: Tensor,
+        topk_experts: Tensor,
+        *,
+        slot_set: int = 0,
+        save: str = "rows",
+        anchor: Tensor | None = None,
     ) -> Routed:
         """Send tokens through their experts.
 
@@ -78,18 +90,20 @@ class RoutedExperts:
             slot_set: which of the pool's slots.
             save: what backward needs: "rows" keeps the rows that arrived and the activations; "inputs" keeps the rows,
                 and computes activations again; "tokens" keeps only the tokens, and dispatches them again, too.
+            anchor: with a framework's own weights: what `functional.load` returned.
 
         Returns:
             The sum over a token's experts of route weight times expert, and the load.
 
         Raises:
-            ValueError: a bad argument; peers raise PeerError.
+            ValueError: a bad argument, or DistributedDataParallel around it manages the experts; peers raise PeerError.
         """
         if not torch.compiler.is_compiling():
             self._check(hidden, route_weights, slot_set, save)
         elif save not in layer.SAVE:
             raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, layer.SAVE))}")
-        anchor = self._anchor if any(self.pool.trains(name) for name in PROJECTIONS) else None
+        if anchor is None and any(self.pool.trains(name) for name in PROJECTIONS):
+            anchor = self._anchor
         if torch.compiler.is_compiling():
             return self._call_operator(hidden, route_weights, topk_experts, anchor, slot_set, save)
         if not torch.is_grad_enabled():
@@ -100,7 +114,7 @@ class RoutedExperts:
 
     def _check(self, hidden: object, route_weights: object, slot_set: object, save: object) -> None:
         """What dispatch does not look at, so that peers hear of it at once."""
-        wrong = ""
+        wrong = self.managed_by_ddp()
         if save not in layer.SAVE:
             wrong = f"save: given {save!r}, expected one of {', '.join(map(repr, layer.SAVE))}"
         if not isinstance(slot_set, int) or not 0 <= slot_set < self.pool.slot_sets:
@@ -110,6 +124,21 @@ class RoutedExperts:
                 wrong = f"{name}: given {describe(value)}, expected a tensor"
         if wrong:
             self.buffer.refuse("dispatch", wrong)
+
+    def managed_by_ddp(self) -> str:
+        """What is wrong when DistributedDataParallel has this rank's own experts among its parameters; else ""."""
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is None or ddp is self._checked_ddp():
+            return ""
+        managed = {id(p) for p in ddp._module_parameters}
+        if any(id(p) in managed for p in self.pool.master.values()):
+            return (
+                "model: given DistributedDataParallel over experts, which made those of all its ranks equal, expected "
+                "it to leave them out: make the model anew and call moonep.nn.exclude_experts_from_ddp(model) before "
+                "wrapping it"
+            )
+        self._checked_ddp = weakref.ref(ddp)
+        return ""
 
     def _call_operator(
         self,

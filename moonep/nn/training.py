@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from moonep.pool import ExpertPool
@@ -23,12 +24,52 @@ def expert_parameters(model: nn.Module) -> dict[nn.Parameter, ExpertPool]:
     return {parameter: pool for pool in pools for parameter in pool.master.values()}
 
 
+def exclude_experts_from_ddp(model: nn.Module) -> None:
+    """Make `DistributedDataParallel(model)` leave out experts, and the loads that layers count. Before wrapping.
+
+    DistributedDataParallel would make the experts of all ranks equal, and wait for gradients that autograd never shows
+    it. A layer that it manages raises a ValueError in forward. Whatever else it was told to leave out stays so.
+    """
+    experts = expert_parameters(model)
+    counting = [name for name, module in model.named_modules() if isinstance(getattr(module, "pool", None), ExpertPool)]
+    loads = {f"{name}.load".removeprefix(".") for name in counting}
+    ignored = {name for name, p in model.named_parameters() if p in experts}
+    ignored |= {name for name, _ in model.named_buffers() if name in loads}
+    ignored |= set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+
+
+@torch.no_grad()
+def sum_expert_grads(model: nn.Module, group: dist.ProcessGroup, divide_by: float = 1.0) -> None:
+    """Add up the gradients of this rank's own experts over the ranks that have the same ones. Collective.
+
+    For expert and data parallelism together: the experts of each EP group are copies of each other, and `group` are the
+    ranks with the same place in theirs. All other parameters are summed over all ranks, by whatever framework.
+
+    Args:
+        model: the same on all ranks.
+        group: the data-parallel ranks, such as `mesh["dp"].get_group()`.
+        divide_by: what the sums are divided by: all ranks, EP times data-parallel, where a framework takes the mean of
+            the other gradients, as DistributedDataParallel and FSDP do.
+
+    Moves: an all-reduce of `L` experts in fp32, a projection at a time.
+    """
+    for pool in dict.fromkeys(expert_parameters(model).values()):
+        pool.ready_gradients()
+        for name, grad in pool.local_grad.items():
+            if pool.trains(name):
+                total = grad.contiguous()  # rows of experts may be padded
+                dist.all_reduce(total, group=group)
+                torch.div(total, divide_by, out=grad)
+
+
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`. Collective; does not wait for the device.
 
     Args:
-        model: the same on all ranks; gradients of parameters other than experts have been summed over the ranks.
+        model: the same on all ranks; gradients of parameters other than experts have been summed over the ranks, and
+            may be DTensors of one mesh.
         max_norm: of the gradients of the whole model: experts of all ranks, everything else once.
 
     Returns:
@@ -36,7 +77,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     pools = expert_parameters(model)
     replicated = [p.grad for p in model.parameters() if p.grad is not None and p not in pools]
-    squares = nn.utils.get_total_norm(replicated).float().square()
+    squares = _whole(nn.utils.get_total_norm(replicated)).float().square()
     for group in {pool.group: None for pool in pools.values()}:
         own = [p.grad for p, pool in pools.items() if pool.group is group and p.requires_grad and p.grad is not None]
         experts = nn.utils.get_total_norm(own).to(squares.device).float().square()
@@ -44,8 +85,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
             dist.all_reduce(experts, group=group)
         squares = squares.to(experts.device) + experts
     norm = squares.sqrt()
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    for parameters in (list(pools), [p for p in model.parameters() if p not in pools]):  # DTensors do not mix
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A DTensor's value on every rank of its mesh; any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def sharded_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
