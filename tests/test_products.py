@@ -42,7 +42,7 @@ class Case:
             """Distances between groups are not dense."""
             size = shape[0] * shape[1]
             memory = torch.full((self.G, size + stride), POISON, dtype=dtype)
-            memory[:, :size] = torch.randn(self.G, size, generator=g).to(dtype)
+            memory[:, :size] = torch.randn(self.G, size, generator=g).mul(shape[1] ** -0.5).to(dtype)
             memory = memory.to(device)
             return memory.as_strided((self.G, *shape), (size + stride, shape[1], 1))
 

@@ -15,13 +15,14 @@ def start(function: Callable[[Tensor], Tensor], x: Tensor, *, beside: bool) -> C
     Args:
         function: differentiable.
         x: its argument.
-        beside: on a GPU, on a stream of its own; else when the result is asked for. Compilers order work themselves.
+        beside: on a GPU, on a stream of its own; else at once. Compilers order work themselves.
 
     Returns:
         What waits for the result and returns it.
     """
     if not beside or not x.is_cuda or torch.compiler.is_compiling():
-        return lambda: function(x)
+        y = function(x)
+        return lambda: y
     stream = _stream(x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
