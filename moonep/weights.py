@@ -19,7 +19,7 @@ from moonep.plan import Plan
 PROJECTIONS = ("gate", "up", "down")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SlotWeights:
     """The weights of one projection and the slots to fill.
 
@@ -34,7 +34,7 @@ class SlotWeights:
     pushed: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SlotReduction:
     """The gradients of one projection: own experts' [L, ...], and all ranks' slots' [R, B, ...] fp32."""
 
@@ -52,9 +52,18 @@ def move_weights(moves: Sequence[SlotWeights], plan: Plan, num_sms: int | None =
     """
     d = plan.dims
     if plan.status is not None:
+        from moonep.kernels import bulk_weights
         from moonep.kernels import weights as kernels
 
-        push = moves[0].pushed
+        push, copied = moves[0].pushed, []
+        if not push and _in_bulk(plan):
+            copied = [m for m in moves if bulk_weights.takes(m.weights, m.slots)]
+            for m in copied:
+                programs = _programs(plan, num_sms)
+                bulk_weights.fill_slots(m.weights, m.slots, plan.experts_to_copy, plan.status, plan.rank, programs)
+        moves = [m for m in moves if m not in copied]
+        if not moves:
+            return
         table = kernels.weights_table([m.weights for m in moves], [m.slots for m in moves], push)
         kernels.fill_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, push, _programs(plan, num_sms))
         return
@@ -70,10 +79,17 @@ def add_gradients(reductions: Sequence[SlotReduction], plan: Plan, num_sms: int 
     """Add the slots that hold own experts to their gradients: ascending (rank, slot), in fp32, rounded once."""
     d = plan.dims
     if plan.status is not None:
+        from moonep.kernels import bulk_weights
         from moonep.kernels import weights as kernels
 
+        added = [r for r in reductions if _in_bulk(plan) and bulk_weights.takes(r.own, r.slots)]
+        for r in added:
+            programs = _programs(plan, num_sms)
+            bulk_weights.add_slots(r.own, r.slots, plan.experts_to_copy, plan.status, plan.rank, programs)
         for dtype in {r.own.dtype for r in reductions}:
-            some = [r for r in reductions if r.own.dtype == dtype]
+            some = [r for r in reductions if r.own.dtype == dtype and r not in added]
+            if not some:
+                continue
             table = kernels.gradients_table([r.own for r in some], [r.slots for r in some])
             kernels.add_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, dtype, _programs(plan, num_sms))
         return
@@ -101,6 +117,13 @@ def clear_gradients(reductions: Sequence[SlotReduction], plan: Plan, num_sms: in
         if r == plan.rank:
             for reduction in reductions:
                 reduction.slots[r, b].zero_()
+
+
+def _in_bulk(plan: Plan) -> bool:
+    """Whether large experts are moved by bulk copies, as rows are."""
+    from moonep.backends.movers import copies_in_bulk
+
+    return copies_in_bulk(plan.dst.device)
 
 
 def _programs(plan: Plan, num_sms: int | None) -> int:

@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from moonep.dims import Balance, Dims
-from moonep.kernels import barrier, bulk_combine, bulk_dispatch, dispatch, grouped, load, rows, solve, swiglu
+from moonep.kernels import (
+    barrier,
+    bulk_combine,
+    bulk_dispatch,
+    bulk_weights,
+    dispatch,
+    grouped,
+    load,
+    rows,
+    solve,
+    swiglu,
+)
 from moonep.kernels import launch as launching
 from moonep.testing.launches import Launch, fake_backend, negated_in_minima_of_three, record_launches
 from moonep.weights import SlotReduction, SlotWeights, add_gradients, clear_gradients, move_weights
@@ -80,6 +91,25 @@ def test_bulk_movers_compile_and_order_memory(size, arch):
         else:
             assert "st.global.v4.b32" in ptx, "partial sums must be written 16 bytes at a time"
         assert negated_in_minima_of_three(ptx) == [], launch.name
+
+
+@pytest.mark.parametrize("arch", (90, 100))
+def test_weights_move_in_bulk_with_several_loads_on_their_way(arch):
+    weights, slots = torch.zeros(12, 64, 256), torch.zeros(2, 4, 64, 256)
+    copies, status = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with record_launches() as launches:
+        bulk_weights.fill_slots(weights, slots[0], copies, status, 0, 16)
+        bulk_weights.add_slots(weights[:4], slots, copies, status, 0, 16)
+    assert len(launches) == 2
+    for launch in launches:
+        compiled = launch.compile(arch)
+        boxes = compiled.metadata.shared // (4 * bulk_weights.LINES * bulk_weights.WIDTH)
+        turns = (
+            (bulk_weights.ADD_STAGES - 1) * 2 if launch.name == "_add_slots_bulk_kernel" else bulk_weights.STAGES - 1
+        )
+        assert boxes == turns + 1, f"{launch.name}: loads are not pipelined"
+        assert compiled.metadata.shared <= 227 * 1024
+        assert ".bulk_group" in compiled.asm["ptx"], "stores must be bulk copies"
 
 
 def product_launches(dtype: torch.dtype, major: int) -> list[Launch]:

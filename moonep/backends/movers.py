@@ -37,7 +37,7 @@ def choose(device: torch.device, dims: Dims, dtype: torch.dtype) -> str:
     asked = environment.movers()
     if asked is not None and asked not in NAMES:
         raise ValueError(f"MOONEP_MOVERS: given {asked!r}, expected one of {', '.join(map(repr, NAMES))}")
-    possible = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= BULK_CAPABILITY
+    possible = _has_bulk_copies(device)
     if possible:
         from moonep.kernels.bulk_dispatch import row_shape
 
@@ -48,6 +48,15 @@ def choose(device: torch.device, dims: Dims, dtype: torch.dtype) -> str:
             "capability 9.0 or higher and rows of a multiple of 128 bytes, at most 16384"
         )
     return asked or ("bulk" if possible else "portable")
+
+
+def copies_in_bulk(device: torch.device) -> bool:
+    """Whether weights of large experts move by bulk copies."""
+    return _has_bulk_copies(device) and environment.movers() != "portable"
+
+
+def _has_bulk_copies(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= BULK_CAPABILITY
 
 
 def count_multiprocessors(device: torch.device) -> int:

@@ -18,6 +18,11 @@ BIASES = {"cuda": (0.0, 0.015, 0.018), "cpu": (0.0, 0.01)}
 """Of routers of H=2048, E=128, K=8 with their initial weights: rank imbalance of about 1, 1.4 and 1.8 on two ranks."""
 
 
+def products_routing(R: int, seed: int) -> Routing:
+    """Skewed as far as there are ranks for it."""
+    return Routing("hot_rank", PRODUCTS_IMBALANCE, seed) if R > 1 else Routing("lognormal", 1.0, seed)
+
+
 def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int) -> list[Comparison]:
     """Layers with all routings, grouped products, memory, training steps, and layers with the routings of traces.
 
@@ -38,7 +43,7 @@ def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int)
     comparisons: list[Comparison] = [layers] if routings else []
     if routings:
         comparisons += [
-            Products(**same, routings=(Routing("hot_rank", PRODUCTS_IMBALANCE, c.seed),)),
+            Products(**same, routings=(products_routing(R, c.seed),)),
             PeakMemory(**same, routings=(Routing("hot_rank", 1.0, c.seed),), steps=steps),
             small_transformer(device, c, R, samples),
         ]
