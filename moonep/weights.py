@@ -55,17 +55,15 @@ def move_weights(moves: Sequence[SlotWeights], plan: Plan, num_sms: int | None =
         from moonep.kernels import bulk_weights
         from moonep.kernels import weights as kernels
 
-        push, copied = moves[0].pushed, []
-        if not push and _in_bulk(plan):
-            copied = [m for m in moves if bulk_weights.takes(m.weights, m.slots)]
-            for m in copied:
-                programs = _programs(plan, num_sms)
-                bulk_weights.fill_slots(m.weights, m.slots, plan.experts_to_copy, plan.status, plan.rank, programs)
-        moves = [m for m in moves if m not in copied]
+        push, programs = moves[0].pushed, _programs(plan, num_sms)
+        in_bulk = [m for m in moves if not push and _in_bulk(plan) and bulk_weights.takes(m.weights, m.slots)]
+        for m in in_bulk:
+            bulk_weights.fill_slots(m.weights, m.slots, plan.experts_to_copy, plan.status, plan.rank, programs)
+        moves = [m for m in moves if m not in in_bulk]
         if not moves:
             return
         table = kernels.weights_table([m.weights for m in moves], [m.slots for m in moves], push)
-        kernels.fill_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, push, _programs(plan, num_sms))
+        kernels.fill_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, push, programs)
         return
     for r, b, e in _used_slots(plan):
         for move in moves:
@@ -82,16 +80,15 @@ def add_gradients(reductions: Sequence[SlotReduction], plan: Plan, num_sms: int 
         from moonep.kernels import bulk_weights
         from moonep.kernels import weights as kernels
 
-        added = [r for r in reductions if _in_bulk(plan) and bulk_weights.takes(r.own, r.slots)]
-        for r in added:
-            programs = _programs(plan, num_sms)
-            bulk_weights.add_slots(r.own, r.slots, plan.experts_to_copy, plan.status, plan.rank, programs)
-        for dtype in {r.own.dtype for r in reductions}:
-            some = [r for r in reductions if r.own.dtype == dtype and r not in added]
-            if not some:
-                continue
+        programs = _programs(plan, num_sms)
+        in_bulk = [r for r in reductions if _in_bulk(plan) and bulk_weights.takes(r.own, r.slots)]
+        for each in in_bulk:
+            bulk_weights.add_slots(each.own, each.slots, plan.experts_to_copy, plan.status, plan.rank, programs)
+        others = [r for r in reductions if r not in in_bulk]
+        for dtype in {r.own.dtype for r in others}:
+            some = [r for r in others if r.own.dtype == dtype]
             table = kernels.gradients_table([r.own for r in some], [r.slots for r in some])
-            kernels.add_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, dtype, _programs(plan, num_sms))
+            kernels.add_slots(table, plan.experts_to_copy, plan.status, plan.rank, d.L, dtype, programs)
         return
     for reduction in reductions:
         sums: dict[int, Tensor] = {}

@@ -104,10 +104,9 @@ def test_weights_move_in_bulk_with_several_loads_on_their_way(arch):
     for launch in launches:
         compiled = launch.compile(arch)
         boxes = compiled.metadata.shared // (4 * bulk_weights.LINES * bulk_weights.WIDTH)
-        turns = (
-            (bulk_weights.ADD_STAGES - 1) * 2 if launch.name == "_add_slots_bulk_kernel" else bulk_weights.STAGES - 1
-        )
-        assert boxes == turns + 1, f"{launch.name}: loads are not pipelined"
+        pairs = launch.name == "_add_slots_bulk_kernel"
+        ahead = 2 * (bulk_weights.ADD_STAGES - 1) if pairs else bulk_weights.STAGES - 1
+        assert boxes == ahead + 1, f"{launch.name}: loads are not pipelined"
         assert compiled.metadata.shared <= 227 * 1024
         assert ".bulk_group" in compiled.asm["ptx"], "stores must be bulk copies"
 
