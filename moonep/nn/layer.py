@@ -90,8 +90,6 @@ def backward(
     held = pool.holds(plan, slot_set)  # before a dispatch: slots that no other layer has used since are still right
     in_buffer = save != TOKENS
     grad_rows = buffer.dispatch(grad_output.contiguous(), plan=plan, zero_copy=in_buffer)[0]
-    order = grouped.BACKWARD_ORDER if save == ROWS else grouped.ORDER
-    ready = None if held else _prefetch(buffer, plan, pool, slot_set, overlap, order)
     if save == TOKENS:
         tokens, weights = saved
         rows, row_weights, _, _ = buffer.dispatch(
@@ -100,6 +98,9 @@ def backward(
         products: Sequence[Tensor] = ()
     else:
         rows, row_weights, *products = saved
+    # After all dispatches, which would wait for it.
+    order = grouped.BACKWARD_ORDER if save == ROWS else grouped.ORDER
+    ready = None if held else _prefetch(buffer, plan, pool, slot_set, overlap, order)
 
     def reduce() -> None:
         if pool.grads:
