@@ -172,8 +172,12 @@ def _add_weight_grad_kernel(
     begin = tl.load(offsets + g - 1, mask=g > 0, other=0)
     if end <= begin:
         return
-    columns = tl.cdiv(N, BN)
-    m, n = tl.program_id(0) // columns * BM, tl.program_id(0) % columns * BN
+    across: tl.constexpr = tl.cdiv(min(M, N), BN if N <= M else BM)  # the shorter side first: its operand stays in L2
+    first, second = tl.program_id(0) % across, tl.program_id(0) // across
+    if N <= M:
+        m, n = second * BM, first * BN
+    else:
+        m, n = first * BM, second * BN
     sums = tl.zeros((BM, BN), tl.float32)
     whole = begin + (end - begin) // BK * BK
     for k in range(begin, whole, BK):
