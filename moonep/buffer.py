@@ -207,12 +207,11 @@ class Buffer:
                 else:
                     region = backend.gradient
                     backend.dispatch_with_plan(plan, hidden_sh, route_weights_sk, inter_rank_sync)
-                # What is detached shares the version counter: a later `touch` makes it stale.
-                hidden = region.rows.detach() if zero_copy else backend.copy_rows(region, plan)
+                hidden = region.rows.view_as(region.rows) if zero_copy else backend.copy_rows(region, plan)
                 weights = None
                 if route_weights_sk is not None:
                     in_place = router_weights_zero_copy
-                    weights = region.weights.detach() if in_place else backend.copy_weights(region, plan)
+                    weights = region.weights.view_as(region.weights) if in_place else backend.copy_weights(region, plan)
                 results += [hidden, weights, plan.packed]
         result = (hidden, weights, cu_seqlens, plan)
         return (*result, backend.event(True)) if async_finish else result

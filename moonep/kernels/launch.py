@@ -148,7 +148,7 @@ class Launch:
     def _prepare(self, compiled: Any, args: Sequence[Any]) -> None:
         """Write down what Triton's launcher takes after grid and stream, and where the gaps for what is given are."""
         self._compiled = compiled  # owns the function
-        self._call, head, expand = open_launcher(compiled)
+        self._call, head, expand = open_launcher(compiled, sum(hasattr(value, "block_shape") for value in args))
         self._grid = (*self.grid, 1, 1)[:3]
         self._written: list[Any] = [*head]
         self._gaps: list[tuple[int, str]] = []
@@ -238,30 +238,35 @@ class Launches:
             self._ready[kind] = made
 
 
-def open_launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], list[Expand]]:
+def open_launcher(compiled: Any, descriptors: int) -> tuple[Callable[..., None], tuple[Any, ...], list[Expand]]:
     """How to launch a compiled kernel: call(x, y, z, stream, *head, *args).
 
     Integers stand for pointers as well as tensors do. This is the C function inside of Triton's launcher if that is
     built as in Triton 3.6, else the launcher, which comes to the same by way of more Python.
 
+    Args:
+        compiled: by Triton.
+        descriptors: how many there are among its arguments.
+
     Returns:
-        call; head; for each descriptor among the arguments, what it is expanded to.
+        call; head; for each descriptor, what expands it to arguments.
     """
-    count = sum(isinstance(kind, str) and kind.startswith("tensordesc") for kind in compiled.src.signature.values())
     launcher = compiled.run
     try:
         from triton.backends.nvidia import driver
 
+        metas = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * descriptors
         as_known = driver._BASE_ARGS_FORMAT == "iiiKKppOOOOOO" and type(launcher) is driver.CudaLauncher
-        if as_known and launcher.global_scratch_size == launcher.profile_scratch_size == 0:
-            call = inspect.getclosurevars(launcher.launch).nonlocals["launcher"] if count else launcher.launch
-            metas = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * count
+        without_scratch = as_known and launcher.global_scratch_size == launcher.profile_scratch_size == 0
+        if without_scratch and len(metas) == descriptors:
+            call, flags = launcher.launch, (launcher.launch_cooperative_grid, launcher.launch_pdl)
+            if descriptors:
+                call = inspect.getclosurevars(call).nonlocals["launcher"]
             expand: list[Expand] = [partial(driver.make_tensordesc_arg, metadata=meta) for meta in metas]
-            flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
             return call, (compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None), expand
     except (AttributeError, ImportError, KeyError, TypeError):
         pass
-    return launcher, (compiled.function, compiled.packed_metadata, None, None, None), [_as_it_is] * count
+    return launcher, (compiled.function, compiled.packed_metadata, None, None, None), [_as_it_is] * descriptors
 
 
 def _as_it_is(descriptor: Any) -> list[Any]:
