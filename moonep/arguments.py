@@ -44,7 +44,7 @@ def check_tensor(
     """Check type, shape (a string stands for any size), dtype, device and layout."""
     if (
         isinstance(tensor, Tensor)
-        and _fits(tensor.shape, shape)
+        and (tensor.shape == shape or _fits(tensor.shape, shape))
         and tensor.dtype in dtypes
         and (tensor.device == device or tensor.device.type == device.type)
         and (not contiguous or tensor.is_contiguous())
@@ -57,11 +57,9 @@ def check_tensor(
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
     """Whether a shape is as wanted, where a string stands for any size."""
-    if shape == wanted:
-        return True
     if len(shape) != len(wanted):
         return False
-    return shape == tuple([got if isinstance(want, str) else want for got, want in zip(shape, wanted, strict=True)])
+    return all([isinstance(want, str) or got == want for got, want in zip(shape, wanted, strict=True)])
 
 
 def align(tensor: Tensor) -> Tensor:

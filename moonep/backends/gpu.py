@@ -1,7 +1,8 @@
 """The CUDA backend: the operations as Triton kernels over symmetric memory. Nothing here waits for the device.
 
-The same code runs in Triton's interpreter on memory of the host (`interpreter`), which is how it is tested without a
-GPU. The caller (`Buffer`) has checked what can be checked without looking at data.
+An operation is a list of launches (`GpuBackend._dispatch_stages` and others), made once for each kind of call; a call
+fills in what it brings. The same code runs in Triton's interpreter on memory of the host (`interpreter`), which is how
+it is tested without a GPU. The caller (`Buffer`) has checked what can be checked without looking at data.
 """
 
 from __future__ import annotations
@@ -315,7 +316,7 @@ class GpuBackend:
         d, s = self.dims, plan.num_tokens
         if weights_C is not None and weights_C.data_ptr() != self.gradient.weights.data_ptr():
             if sync:
-                self.barrier.wait()
+                self.barrier.wait()  # as in `_combine_stages`
             self.gradient.weights.copy_(weights_C)
             sync = False
         output = torch.empty(s, d.H, dtype=self.dtype, device=self.device)
