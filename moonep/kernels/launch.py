@@ -214,7 +214,7 @@ class Launches:
             given: by name; None, where these options do not need it.
             plan: whose tensors are given, too.
         """
-        values: dict[str, int | None] = {}
+        values: dict[str, Any] = {} if plan is None else plan.addresses
         traits: list[Hashable] = [options]
         for name, value in given.items():
             if isinstance(value, Tensor):
@@ -224,8 +224,6 @@ class Launches:
                 values[name] = value
         kind = tuple(traits)
         if (ready := self._ready.get(kind)) is not None:
-            if plan is not None:
-                values.update(plan.addresses)
             stream = torch._C._cuda_getCurrentRawStream(self._device)
             for launch in ready:
                 launch.repeat(stream, values)
