@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moonep.dims import ROW_ALIGNMENT_BYTES
+
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -40,20 +42,30 @@ def check_tensor(
     contiguous: bool = True,
 ) -> Tensor:
     """Check type, shape (a string stands for any size), dtype, device and layout."""
+    if (
+        isinstance(tensor, Tensor)
+        and (tensor.shape == shape or _fits(tensor.shape, shape))
+        and tensor.dtype in dtypes
+        and (tensor.device == device or tensor.device.type == device.type)
+        and (not contiguous or tensor.is_contiguous())
+    ):
+        return tensor
     wanted = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
     expected = f"[{', '.join(map(str, shape))}] {wanted} on {device}{', contiguous' if contiguous else ''}"
-    right = (
-        isinstance(tensor, Tensor)
-        and tensor.dim() == len(shape)
-        and all(isinstance(want, str) or got == want for got, want in zip(tensor.shape, shape, strict=True))
-        and tensor.dtype in dtypes
-        and tensor.device.type == device.type
-        and (not contiguous or tensor.is_contiguous())
-    )
-    if not right:
-        raise ValueError(f"{name}: given {describe(tensor)}, expected {expected}")
-    assert isinstance(tensor, Tensor)
-    return tensor
+    raise ValueError(f"{name}: given {describe(tensor)}, expected {expected}")
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | str, ...]) -> bool:
+    """Whether a shape is as wanted, where a string stands for any size."""
+    if len(shape) != len(wanted):
+        return False
+    return all([isinstance(want, str) or got == want for got, want in zip(shape, wanted, strict=True)])
+
+
+def align(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, at an address that 16 divides: kernels move 16 bytes at a time."""
+    address = tensor.data_ptr()  # 0 if it is empty, wherever it begins
+    return tensor if address and address % ROW_ALIGNMENT_BYTES == 0 else tensor.clone()
 
 
 def check_topk(topk: object, num_tokens: int, K: int, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +148,6 @@ class Buffer(NotCopied):
         self._broken: PeerError | None = None
         self._ctx = {"NvS": self.dims.C}
 
-    @torch.no_grad()
     def dispatch(
         self,
         hidden_sh: Tensor,
@@ -200,7 +199,8 @@ class Buffer(NotCopied):
             self._peers.updates += 1
             cu_seqlens = None
             given = [hidden_sh, route_weights_sk, topk_experts_sk, tokens_per_expert]
-            given += plan.tensors() if plan is not None else []
+            if plan is not None:
+                given.append(plan.packed)
             with backend.run(async_finish, given) as results:
                 if plan is None:
                     region = backend.forward
@@ -214,11 +214,10 @@ class Buffer(NotCopied):
                 if route_weights_sk is not None:
                     in_place = router_weights_zero_copy
                     weights = region.weights.view_as(region.weights) if in_place else backend.copy_weights(region, plan)
-                results += [hidden, weights, *plan.tensors()]
+                results += [hidden, weights, plan.packed]
         result = (hidden, weights, cu_seqlens, plan)
         return (*result, backend.event(True)) if async_finish else result
 
-    @torch.no_grad()
     def combine(
         self,
         plan: Plan,
@@ -262,7 +261,7 @@ class Buffer(NotCopied):
             if router_weights_zero_copy:
                 views = [backend.forward.weights, backend.gradient.weights]
                 self._check_view("route_weights_nvs", route_weights_nvs, views)
-            with backend.run(async_finish, [hidden_nvsh, route_weights_nvs, *plan.tensors()]) as results:
+            with backend.run(async_finish, [hidden_nvsh, route_weights_nvs, plan.packed]) as results:
                 output, weights = backend.combine(plan, hidden_nvsh, route_weights_nvs, inter_rank_sync)
                 results += [output, weights]
             if zero_copy:
@@ -287,7 +286,6 @@ class Buffer(NotCopied):
         self._check_live("router_weight_buffer_view")
         return self._backend.gradient.weights
 
-    @torch.no_grad()
     def prefetch(
         self,
         plan: Plan,
@@ -329,7 +327,6 @@ class Buffer(NotCopied):
                 pool.fill_slots(plan, slot_set, force, num_sms=num_sms, projections=projections)
         return self._backend.event(async_finish)
 
-    @torch.no_grad()
     def prefetch_weight(self, plan: Plan, async_finish: bool = False, **weights: Tensor) -> Event | None:
         """`prefetch` on bare tensors. Any of gate, up and down.
 
@@ -357,7 +354,6 @@ class Buffer(NotCopied):
                     barrier.wait()  # all slots are written
         return self._backend.event(async_finish)
 
-    @torch.no_grad()
     def reduce(self, plan: Plan, pool: ExpertPool, async_finish: bool = False, *, slot_set: int = 0) -> Event | None:
         """Add the gradients of redundant experts to those of their homes, and zero the slots that were read.
 
@@ -388,7 +384,6 @@ class Buffer(NotCopied):
             pool.release_gradients(slot_set)
         return self._backend.event(async_finish)
 
-    @torch.no_grad()
     def reduce_grad(self, plan: Plan, async_finish: bool = False, **grads: Tensor) -> Event | None:
         """`reduce` on bare tensors. Any of gate, up and down.
 
@@ -485,9 +480,10 @@ class Buffer(NotCopied):
         with self._operation(operation):
             raise ValueError(message)
 
-    def plan_of(self, tensors: Sequence[Tensor], key: int) -> Plan:
-        """A plan of this Buffer from what it consists of: `plan.tensors()` and `plan.key`."""
-        return Plan.of(tensors, self.dims, self.rank, self._id, self._backend.status, key)
+    def plan_of(self, packed: Tensor, key: int) -> Plan:
+        """A plan of this Buffer from what it consists of: `plan.packed` and `plan.key`."""
+        backend = self._backend
+        return Plan(backend.plan_layout, self.rank, self._id, arguments.align(packed), backend.status, key)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds, by region, and their sum `total`. Symmetric: peers can reach all of them."""
@@ -520,29 +516,22 @@ class Buffer(NotCopied):
         if kind is None:
             self.destroy()
 
-    @contextmanager
-    def _operation(self, name: str, collective: bool = True) -> Iterator[None]:
-        """One operation: a ValueError refuses it, anything else breaks the Buffer.
+    def _operation(self, name: str, collective: bool = True) -> _Operation:
+        """One operation, without gradients: a ValueError refuses it, anything else breaks the Buffer.
 
         Operations of one rank alone are not counted: a rank may leave them out.
         """
-        self._check_live(name)
-        if self._broken is not None:
-            raise self._broken.again()
+        return _Operation(self, name, collective)
+
+    def _fail(self, name: str, collective: bool, error: BaseException) -> None:
+        """An operation has raised `error`."""
         barrier = self._backend.barrier
-        if collective:
-            barrier.begin(name)
-        try:
-            barrier.check()
-            yield
-        except BaseException as error:
-            if isinstance(error, ValueError) and not (collective and barrier.entered):
-                if collective:
-                    barrier.refuse(str(error))
-                raise
-            self._broken = error.again() if isinstance(error, PeerError) else PeerError(self.rank, name, repr(error))
-            barrier.poison(str(error) or repr(error))
-            raise
+        if isinstance(error, ValueError) and not (collective and barrier.entered):
+            if collective:
+                barrier.refuse(str(error))
+            return
+        self._broken = error.again() if isinstance(error, PeerError) else PeerError(self.rank, name, repr(error))
+        barrier.poison(str(error) or repr(error))
 
     def _check_live(self, name: str) -> None:
         if self.destroyed:
@@ -550,8 +539,7 @@ class Buffer(NotCopied):
 
     def _check_rows(self, hidden: Tensor, weights: Tensor | None, num_tokens: int | str) -> int:
         d, device = self.dims, self._backend.device
-        hidden = arguments.check_tensor("hidden_sh", hidden, (num_tokens, d.H), (self.dtype,), device)
-        s = hidden.shape[0]
+        s = arguments.check_tensor("hidden_sh", hidden, (num_tokens, d.H), (self.dtype,), device).shape[0]
         if weights is not None:
             arguments.check_tensor("route_weights_sk", weights, (s, d.K), (torch.float32,), device)
         return s
@@ -608,3 +596,33 @@ class Buffer(NotCopied):
     def _region_of(self, hidden: Tensor) -> RowRegion:
         backend = self._backend
         return backend.forward if hidden.data_ptr() == backend.forward.rows.data_ptr() else backend.gradient
+
+
+class _Operation:
+    """See `Buffer._operation`. (Written out: a generator, and `torch.no_grad`, take longer than all else here.)"""
+
+    __slots__ = ("_buffer", "_collective", "_had_gradients", "_name")
+
+    def __init__(self, buffer: Buffer, name: str, collective: bool):
+        self._buffer, self._name, self._collective = buffer, name, collective
+
+    def __enter__(self) -> None:
+        buffer = self._buffer
+        buffer._check_live(self._name)
+        if buffer._broken is not None:
+            raise buffer._broken.again()
+        barrier = buffer._backend.barrier
+        if self._collective:
+            barrier.begin(self._name)
+        try:
+            barrier.check()
+        except BaseException as error:
+            buffer._fail(self._name, self._collective, error)
+            raise
+        self._had_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        torch._C._set_grad_enabled(self._had_gradients)
+        if error is not None:
+            self._buffer._fail(self._name, self._collective, error)

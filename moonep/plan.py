@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moonep.dims import Dims
+from moonep.dims import Dims, align_up
 
 INT32_MIN = -(1 << 31)
 
@@ -22,15 +22,98 @@ NO_ARRIVAL = -1
 
 _plan_ids = itertools.count(1)
 
+_ALIGNMENT = 4  # in int32: each tensor of a plan begins at 16 bytes
+
+
+class PlanLayout:
+    """Where the tensors of a plan lie in its one allocation. All int32; what depends on s comes last.
+
+    Attributes:
+        dims: the sizes.
+        names: of the tensors, in order.
+    """
+
+    def __init__(self, dims: Dims):
+        d = self.dims = dims
+        shapes = {
+            "load": (d.R, d.E),
+            "alloc": (d.E, d.R),
+            "experts_to_copy": (d.R, d.B),
+            "cu_seqlens": (d.G,),
+            "zero_fill_ranges": (d.G, 2),
+            "remote_stats": (2,),
+            "tokens": (d.R,),
+            "arrivals": (d.R, d.S, d.K),
+        }
+        self._parts: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._end = 0  # where `dst` begins
+        for name, shape in shapes.items():
+            self._parts[name] = (self._end, shape)
+            self._end = align_up(self._end + math.prod(shape), _ALIGNMENT)
+        self._a_token = d.K + d.W
+        self._byte_offsets = {name: 4 * begin for name, (begin, _) in self._parts.items()}
+        self._byte_offsets["dst"] = 4 * self._end
+        self.names = (*self._byte_offsets, "sends")
+
+    def length(self, num_tokens: int) -> int:
+        """Of the allocation, in int32. `num_tokens` is its inverse."""
+        return self._end + num_tokens * self._a_token + _ALIGNMENT - 1
+
+    def num_tokens(self, length: int) -> int:
+        """s, from the length."""
+        return (length - self._end - _ALIGNMENT + 1) // self._a_token
+
+    def empty(self, num_tokens: int, device: torch.device) -> Tensor:
+        """The allocation, still to be written."""
+        return torch.empty(self.length(num_tokens), dtype=torch.int32, device=device)
+
+    def view(self, packed: Tensor, name: str) -> Tensor:
+        """A tensor of a plan."""
+        begin, shape = self._parts.get(name) or self._part_of_tokens(packed, name)
+        if len(shape) == 1:
+            return packed[begin : begin + shape[0]]
+        return packed[begin : begin + math.prod(shape)].view(shape)
+
+    def addresses(self, packed: Tensor) -> dict[str, int]:
+        """Of all tensors of a plan."""
+        base = packed.data_ptr()
+        found = {name: base + offset for name, offset in self._byte_offsets.items()}
+        found["sends"] = base + 4 * self._part_of_tokens(packed, "sends")[0]
+        return found
+
+    def _part_of_tokens(self, packed: Tensor, name: str) -> tuple[int, tuple[int]]:
+        """Where `dst` or `sends` begins, and its shape."""
+        s, d = self.num_tokens(packed.shape[0]), self.dims
+        if name == "dst":
+            return self._end, (s * d.K,)
+        return align_up(self._end + s * d.K, _ALIGNMENT), (s * d.W,)
+
+
+class _Part:
+    """A tensor of a plan: a view that is made when it is first asked for, and kept."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, plan: Plan, owner: type) -> Tensor:
+        view = vars(plan)[self._name] = plan.layout.view(plan.packed, self._name)
+        return view
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What one rank needs to move the rows, weights and gradients of one layer call. Owns its tensors.
 
+    They lie in one allocation, and are views of it.
+
     Attributes:
-        dims: the sizes (`moonep.dims`).
+        layout: where each tensor lies.
         rank: the rank whose plan this is.
         owner: id of the Buffer that made it.
+        packed: [n] int32, all tensors, one after the other.
+        status: [1] int32 of the GPU Buffer that made it: what kernels do with the plan, they do only while it is 0,
+            for else the plan may not have been made. None: torch does it.
+        key: identity of the planned routing; a clone has the same.
         load: [R, E] int32, assignments of each expert by source rank. Equal on all ranks.
         alloc: [E, R] int32, how many assignments of each expert each rank computes. Equal on all ranks.
         experts_to_copy: [R, B] int32, the expert whose weights each slot of each rank holds; -1 unused. Ascending.
@@ -43,31 +126,63 @@ class Plan:
         tokens: [R] int32, how many tokens each rank brought.
         arrivals: [R, S, K] int32, the assignments of all ranks' tokens that are computed here: 2^24 x the ordinal of
             this rank among the token's ranks + the row here; NO_ARRIVAL elsewhere. A token's first is its primary.
-        status: [1] int32 of the GPU Buffer that made it: what kernels do with the plan, they do only while it is 0,
-            for else the plan may not have been made. None: torch does it.
-        key: identity of the planned routing; a clone has the same.
     """
 
-    dims: Dims
+    layout: PlanLayout
     rank: int
     owner: int
-    load: Tensor
-    alloc: Tensor
-    experts_to_copy: Tensor
-    cu_seqlens: Tensor
-    zero_fill_ranges: Tensor
-    remote_stats: Tensor
-    dst: Tensor
-    sends: Tensor
-    tokens: Tensor
-    arrivals: Tensor
+    packed: Tensor
     status: Tensor | None = None
     key: int = field(default_factory=lambda: next(_plan_ids))
+
+    @staticmethod
+    def of(dims: Dims, rank: int, owner: int, **tensors: Tensor) -> Plan:
+        """A plan with copies of these tensors: `load` to `arrivals`."""
+        layout, dst = PlanLayout(dims), tensors["dst"]
+        plan = Plan(layout, rank, owner, layout.empty(len(dst) // dims.K, dst.device).zero_())
+        plan._write(tensors)
+        return plan
+
+    def changed(self, **tensors: Tensor) -> Plan:
+        """A copy in which some tensors are replaced by copies of these, of equal shape."""
+        plan = self.clone()
+        plan._write(tensors)
+        return plan
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            getattr(self, name).copy_(tensor)
+
+    @property
+    def dims(self) -> Dims:
+        """The sizes (`moonep.dims`)."""
+        return self.layout.dims
 
     @property
     def num_tokens(self) -> int:
         """s, the tokens that this rank brought."""
-        return self.dst.numel() // self.dims.K
+        return self.layout.num_tokens(self.packed.shape[0])
+
+    load = _Part()
+    alloc = _Part()
+    experts_to_copy = _Part()
+    cu_seqlens = _Part()
+    zero_fill_ranges = _Part()
+    remote_stats = _Part()
+    dst = _Part()
+    sends = _Part()
+    tokens = _Part()
+    arrivals = _Part()
+
+    @property
+    def views(self) -> dict[str, Tensor]:
+        """All tensors, by name."""
+        return {name: getattr(self, name) for name in self.layout.names}
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Of all tensors, by name."""
+        return self.layout.addresses(self.packed)
 
     @property
     def compact_cu_seqlens(self) -> Tensor:
@@ -82,23 +197,11 @@ class Plan:
 
     def clone(self) -> Plan:
         """A plan with tensors of its own, equal in value."""
-        copies: dict[str, Any] = {name: t.clone() for name, t in self._named_tensors().items()}
-        return replace(self, **copies)
+        return replace(self, packed=self.packed.clone())
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that the plan owns."""
-        return list(self._named_tensors().values())
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor], dims: Dims, rank: int, owner: int, status: Tensor | None, key: int) -> Plan:
-        """A plan from its `tensors()`, in their order."""
-        names = [f.name for f in fields(Plan) if f.type == "Tensor"]
-        parts: dict[str, Any] = dict(zip(names, tensors, strict=True))
-        return Plan(dims=dims, rank=rank, owner=owner, status=status, key=key, **parts)
-
-    def _named_tensors(self) -> dict[str, Tensor]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: v for name, v in values.items() if isinstance(v, Tensor) and name != "status"}
+        """The memory that the plan owns."""
+        return [self.packed]
 
     def destinations(self) -> tuple[Tensor, Tensor, Tensor]:
         """Decode `dst`.

@@ -49,10 +49,10 @@ def make_plans(topk_sK: Sequence[Tensor], dims: Dims) -> list[Plan]:
     arrivals = mirror(dst, dims)
     tokens = torch.tensor([topk.shape[0] for topk in topk_sK], dtype=torch.int32)
     return [
-        Plan(
-            dims=dims,
-            rank=r,
-            owner=0,
+        Plan.of(
+            dims,
+            r,
+            0,
             load=load,
             alloc=torch.tensor(alloc, dtype=torch.int32),
             experts_to_copy=torch.tensor(slots, dtype=torch.int32).view(dims.R, dims.B),

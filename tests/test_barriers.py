@@ -173,7 +173,10 @@ def late(rank: Rank, missing: Missing, remove: bool) -> Iterator[Callable[[], No
             pause_if(here)
 
     def wait_or_not(barrier) -> None:
-        wait_here(barrier, lambda: wait(barrier), lambda: None)
+        if hasattr(barrier, "signals"):  # then what is launched waits: `waits_of_kernels`
+            wait(barrier)
+        else:
+            wait_here(barrier, lambda: wait(barrier), lambda: None)
 
     def before_round() -> None:
         if remove and missing.flags:
@@ -182,34 +185,43 @@ def late(rank: Rank, missing: Missing, remove: bool) -> Iterator[Callable[[], No
 
     kind.begin, kind.wait = begin_and_count, wait_or_not
     try:
-        with waits_of_the_solve(barrier, wait_here):
+        with waits_of_kernels(rank.buffer._backend, wait_here):
             yield before_round
     finally:
         kind.begin, kind.wait = begin, wait
 
 
 @contextmanager
-def waits_of_the_solve(barrier, wait_here: Callable[..., None]) -> Iterator[None]:
-    """On a GPU the kernel that solves waits for the loads itself: inside, such a wait can be taken away, too."""
-    if not hasattr(barrier, "signals"):
+def waits_of_kernels(backend, wait_here: Callable[..., None]) -> Iterator[None]:
+    """On a GPU a kernel waits, that of a barrier or the one that solves: inside, such a wait can be taken away."""
+    if not hasattr(backend.barrier, "signals"):
         yield
         return
-    from moonep.kernels import solve
+    from moonep.kernels import barrier, solve
+    from moonep.kernels.launch import Launch
 
-    agreed = solve.launch_agreed
+    def solve_alone() -> None:
+        solve.launch_solve(backend.mine("load"), backend.status, backend.solution, backend.dims)
 
-    def agreed_or_not(load, out, dims, signals, rank, waiting) -> None:
-        wait_here(
-            barrier,
-            lambda: agreed(load, out, dims, signals, rank, waiting),
-            lambda: solve.launch_solve(load, signals.status, out, dims),
-        )
+    instead = {barrier._barrier_kernel: lambda: None, solve._agree_kernel: solve_alone}
+    originals = {name: getattr(Launch, name) for name in ("run", "repeat")}
 
-    solve.launch_agreed = agreed_or_not
+    def intercept(name: str) -> Callable[..., None]:
+        def launch_or_not(launch, *args) -> None:
+            if launch.kernel in instead:
+                wait_here(backend.barrier, lambda: originals[name](launch, *args), instead[launch.kernel])
+            else:
+                originals[name](launch, *args)
+
+        return launch_or_not
+
+    for name in originals:
+        setattr(Launch, name, intercept(name))
     try:
         yield
     finally:
-        solve.launch_agreed = agreed
+        for name, original in originals.items():
+            setattr(Launch, name, original)
 
 
 def notice(backend: str, name: str, flags: bool = False) -> tuple[bool, bool]:

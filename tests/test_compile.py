@@ -396,7 +396,7 @@ def test_operators_pass_opcheck(monkeypatch, save):
         return
     with torch.no_grad():
         _, *saved, key = operators.routed_experts(*args)
-    saved, plan = saved[: operators.NUM_SAVED], saved[operators.NUM_SAVED :]
+    saved, (_, plan) = saved[: operators.NUM_SAVED], saved[operators.NUM_SAVED :]
     saved = {"inputs": saved[:2], "tokens": [x.detach(), weights.detach()]}.get(save, saved)
     args = (key, routed._number, make_tokens(6), saved, plan, key, 0, save, K)
     assert set(opcheck(operators.routed_experts_backward, args).values()) == {"SUCCESS"}

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moonep import Buffer, ExpertPool, PeerError, PeerTimeout, kernels
 from moonep.cli.demo_training import FIRST_STEPS, LOSS_BOUND, Settings, train_moonep, train_ordinary
+from moonep.kernels.launch import Launch
 from moonep.nn import MoE
 from moonep.testing import dense_moe
 from moonep.testing.asserts import assert_equal
@@ -438,6 +439,7 @@ class Delays:
             for name, function in vars(module).items()
             if isinstance(function, FunctionType) and function.__annotations__.get("return") == "None"
         ]
+        self.launchers += [(Launch, name, getattr(Launch, name)) for name in ("run", "repeat")]
 
     def __enter__(self) -> None:
         for module, name, function in self.launchers:

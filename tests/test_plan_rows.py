@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,10 +56,10 @@ def plan_vectorised(topk_sK: list[Tensor], d: Dims) -> list[Plan]:
         rank_sK, row_sK, _ = decode_dst(dst[-1], d)
         arrivals.append(rows.mirror(rank_sK, row_sK, d))
     return [
-        Plan(
-            dims=d,
-            rank=r,
-            owner=0,
+        Plan.of(
+            d,
+            r,
+            0,
             load=load_RE,
             alloc=alloc_ER,
             experts_to_copy=groups.experts_to_copy_RB,
@@ -257,7 +256,7 @@ def test_arrivals_name_every_real_row_once_and_a_place_in_staging_of_its_own(rou
 
 def test_a_clone_is_equal_and_independent(example):
     plan = example[1]
-    names = [name for name, value in vars(plan).items() if isinstance(value, Tensor)]
+    names = list(plan.views)
     clone = plan.clone()
     assert (clone.key, clone.owner, clone.rank, clone.dims) == (plan.key, plan.owner, plan.rank, plan.dims)
     before = {name: getattr(plan, name).clone() for name in names}
@@ -319,7 +318,7 @@ def changed(plans: list[Plan], field: str, change: Callable[[Tensor], Any], rank
         tensor = getattr(plan, field).clone()
         if plan.rank in ranks:
             change(tensor)
-        result.append(replace(plan, **{field: tensor}))
+        result.append(plan.changed(**{field: tensor}))
     return result
 
 
@@ -327,7 +326,7 @@ def mirrored(plans: list[Plan]) -> list[Plan]:
     """With the sends and arrivals that belong to the changed `dst`."""
     arrivals = reference.mirror([plan.dst for plan in plans], plans[0].dims)
     sends = [reference.primaries(plan.dst, plan.dims) for plan in plans]
-    return [replace(plan, sends=s, arrivals=a) for plan, s, a in zip(plans, sends, arrivals, strict=True)]
+    return [plan.changed(sends=s, arrivals=a) for plan, s, a in zip(plans, sends, arrivals, strict=True)]
 
 
 def replanned(plans: list[Plan], alloc: list[list[int]], topk: list[Tensor]) -> list[Plan]:
@@ -338,8 +337,7 @@ def replanned(plans: list[Plan], alloc: list[list[int]], topk: list[Tensor]) -> 
     dst = reference.assign_rows(topk, reference.count_load(topk, d), alloc, groups, d)
     return mirrored(
         [
-            replace(
-                plan,
+            plan.changed(
                 load=reference.count_load(topk, d),
                 alloc=torch.tensor(alloc, dtype=torch.int32),
                 experts_to_copy=torch.tensor(slots, dtype=torch.int32),

@@ -19,7 +19,7 @@ from moonep.memory.barrier import Barrier
 from moonep.memory.host import HostMemory
 from moonep.memory.peers import Peers
 from moonep.memory.regions import Layout, Region
-from moonep.plan import ARRIVAL_ROW, ARRIVAL_SHIFT, Plan, decode_dst
+from moonep.plan import ARRIVAL_ROW, ARRIVAL_SHIFT, Plan, PlanLayout, decode_dst
 from moonep.planner import policy, rows
 
 
@@ -47,6 +47,7 @@ class CpuBackend:
     def __init__(self, dims: Dims, dtype: torch.dtype, peers: Peers, timeout_s: float):
         d = self.dims = dims
         self.dtype, self.peers, self.rank = dtype, peers, peers.rank
+        self.plan_layout = PlanLayout(d)
         self.layout = Layout(
             [Region("load", (d.E,), torch.int32), Region("tokens", (1,), torch.int32), *row_regions(d, dtype)]
         )
@@ -123,20 +124,20 @@ class CpuBackend:
         slots = groups.experts_to_copy_RB
         computed = alloc_ER[:, self.rank] > 0
         redundant = computed.sum() - computed[self.rank * d.L : (self.rank + 1) * d.L].sum()
-        return Plan(
-            dims=d,
-            rank=self.rank,
-            owner=owner,
+        return Plan.of(
+            d,
+            self.rank,
+            owner,
             load=load_RE,
             alloc=alloc_ER,
             experts_to_copy=slots,
-            cu_seqlens=groups.ends_RG[self.rank].clone(),
-            zero_fill_ranges=groups.fill_RG2[self.rank].clone(),
+            cu_seqlens=groups.ends_RG[self.rank],
+            zero_fill_ranges=groups.fill_RG2[self.rank],
             remote_stats=torch.stack([redundant, ((slots >= 0) & (slots // d.L == self.rank)).sum()]).int(),
             dst=dst,
             sends=rows.primaries(dst, d),
             tokens=tokens_R,
-            arrivals=self.arrivals_of[self.rank].clone(),
+            arrivals=self.arrivals_of[self.rank],
         )
 
     def dispatch_with_plan(self, plan: Plan, hidden_sH: Tensor, weights_sK: Tensor | None, sync: bool) -> None:

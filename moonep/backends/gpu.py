@@ -1,36 +1,43 @@
 """The CUDA backend: the operations as Triton kernels over symmetric memory. Nothing here waits for the device.
 
-The same code runs in Triton's interpreter on memory of the host (`interpreter`), which is how it is tested without a
-GPU. The caller (`Buffer`) has checked what can be checked without looking at data.
+An operation is a list of launches (`GpuBackend._dispatch_stages` and others), made once for each kind of call; a call
+fills in what it brings. The same code runs in Triton's interpreter on memory of the host (`interpreter`), which is how
+it is tested without a GPU. The caller (`Buffer`) has checked what can be checked without looking at data.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+from moonep.arguments import align
 from moonep.backends import movers
 from moonep.backends.cpu import CompletedEvent
 from moonep.backends.regions import RowRegion, row_regions
-from moonep.dims import ROW_ALIGNMENT_BYTES, Dims
+from moonep.dims import Dims, ceil_div
 from moonep.environment import interpreting
 from moonep.errors import PeerError, PeerTimeout
 from moonep.kernels import barrier as barriers
 from moonep.kernels import dispatch, load, rows, solve
+from moonep.kernels.launch import Launch, Launches
 from moonep.memory import Memory
 from moonep.memory.barrier import OPERATIONS, extend_range, pack_range
 from moonep.memory.peers import Peers
 from moonep.memory.regions import Layout, Region
-from moonep.plan import Plan
+from moonep.plan import Plan, PlanLayout
 
 _INTERPRETER_SPINS_A_SECOND = 2000
 
+Given = dict[str, Tensor | int | None]
+"""What a call brings for its launches, by the names that the launchers say."""
 
-# The stream of the last operation on a device, and whether it was captured in a graph.
-_last_operation: dict[torch.device, tuple[torch.cuda.Stream, bool]] = {}
+
+# The stream of the last operation on a device, its address, and whether it was captured in a graph.
+_last_operation: dict[torch.device, tuple[torch.cuda.Stream, int, bool]] = {}
 
 
 class GpuBarrier:
@@ -42,9 +49,12 @@ class GpuBarrier:
     def __init__(self, signals: barriers.Signals, peers: Peers, timeout_s: float):
         self.rank, self.size, self.timeout_s = peers.rank, peers.size, timeout_s
         self.signals, self._peers = signals, peers
+        self._reported = (ctypes.c_int32 * 2).from_address(signals.host_status.data_ptr())
         self._subject = f"barrier {peers.exchanges}"  # the same on all ranks, another for each Buffer
         self.operation = OPERATIONS[0]
-        self._limit = int(timeout_s * (_INTERPRETER_SPINS_A_SECOND if interpreting() else 1e9))
+        self.limit = int(timeout_s * (_INTERPRETER_SPINS_A_SECOND if interpreting() else 1e9))
+        self._on_gpu = signals.status.is_cuda
+        self._barrier = Launches(lambda: [self.launch()], signals.status.device)
         self._number = 0
         self._refused = (1, 0)
         self.entered = False  # whether this rank has waited in the current operation: peers count on it
@@ -73,13 +83,17 @@ class GpuBarrier:
 
     def wait(self) -> None:
         """Enqueue a barrier: what every rank wrote before is visible to what is enqueued after it."""
-        barriers.barrier(self.signals, self.rank, self.size, *self.waiting())
+        self._barrier.run((), self.waiting())
 
-    def waiting(self) -> tuple[int, int, int]:
-        """(operation, number, limit) of a wait within the current operation, for kernels that wait themselves."""
+    def launch(self) -> Launch:
+        """A barrier, as part of what is launched."""
+        return barriers.barrier(self.signals, self.rank, self.size, self.limit)
+
+    def waiting(self) -> Given:
+        """What is given to a kernel that waits: `operation` and `number` of the current operation."""
         self.entered = True
-        capturing = self.signals.status.is_cuda and torch.cuda.is_current_stream_capturing()
-        return OPERATIONS.index(self.operation), -1 if capturing else self._number, self._limit
+        capturing = self._on_gpu and torch.cuda.is_current_stream_capturing()
+        return {"operation": OPERATIONS.index(self.operation), "number": -1 if capturing else self._number}
 
     def check(self) -> None:
         """Raise what the device has reported so far.
@@ -92,12 +106,12 @@ class GpuBarrier:
         if error is None:
             return
         if isinstance(error, ValueError):
-            self.signals.host_status[1] = 0
+            self._reported[1] = 0
         raise error
 
     def failure(self) -> ValueError | PeerError | None:
         """What the device has reported, read from host memory."""
-        status = int(self.signals.host_status[0]) or int(self.signals.host_status[1])
+        status = self._reported[0] or self._reported[1]
         if status == 0:
             return None
         kind, peer, mine, theirs = barriers.decode(status)
@@ -162,6 +176,12 @@ class GpuBackend:
         self.barrier = GpuBarrier(signals, peers, timeout_s)
         self.tables = rows.Tables.make(d, self.device)
         self.solution = solve.Solution.empty(d, self.device)
+        self.plan_layout = PlanLayout(d)
+        self._planning = Launches(self._plan_stages, self.device)
+        self._dispatching = Launches(self._dispatch_stages, self.device)
+        self._redispatching = Launches(self._redispatch_stages, self.device)
+        self._combining = Launches(self._combine_stages, self.device)
+        self._copying = Launches(self._copy_stages, self.device)
         self.stream: torch.cuda.Stream | None = None
         self.movers = make_movers(self, num_sms, num_local_sms)
         if self.device.type == "cuda":
@@ -179,9 +199,9 @@ class GpuBackend:
             chunk.close()
         return views
 
-    def _weights_of(self, weights_sK: Tensor | None) -> Tensor | None:
-        """Where the route weights of all sources arrive, if they come along."""
-        return None if weights_sK is None else self.mine("arriving_weights")
+    def arriving(self, fresh: bool, has_weights: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Where sources write arrivals and route weights for this rank; None where they do not."""
+        return self.mine("arrivals") if fresh else None, self.mine("arriving_weights") if has_weights else None
 
     def mine(self, name: str) -> Tensor:
         """A region of this rank."""
@@ -202,22 +222,28 @@ class GpuBackend:
         """Nothing that could be checked without waiting for the device."""
         return counts_E
 
-    @contextmanager
-    def run(self, async_finish: bool, tensors: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
+    def run(self, async_finish: bool, tensors: Sequence[Tensor | None]) -> AbstractContextManager[list[Tensor | None]]:
         """Run an operation on the right stream, after the previous one. Yields a list to put its results in.
 
         `async_finish`: on the communication stream, after what the current stream has been given so far.
         """
         if self.stream is None:
-            yield []
-            return
+            return nullcontext([])
+        if not async_finish and torch.cuda.current_device() == self.device.index:
+            self._follow()
+            return nullcontext([])
+        return self._run_elsewhere(async_finish, tensors)
+
+    @contextmanager
+    def _run_elsewhere(self, async_finish: bool, tensors: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
+        assert self.stream is not None
         current = torch.cuda.current_stream(self.device)
         stream = self.stream if async_finish else current
         if stream != current:
             stream.wait_stream(current)
-        self._follow(stream)
         results: list[Tensor | None] = []
         with torch.cuda.stream(stream):
+            self._follow()
             yield results
         if stream != current:
             for t in (t for t in tensors if t is not None):
@@ -225,17 +251,24 @@ class GpuBackend:
             for t in (t for t in results if t is not None):
                 t.record_stream(current)
 
-    def _follow(self, stream: torch.cuda.Stream) -> None:
-        """Wait for the last operation of any Buffer on this device, if it went to another stream.
+    def _follow(self) -> None:
+        """Let the current stream wait for the last operation of any Buffer on this device, if that went to another.
 
         Kernels wait for peers, and may fill a GPU meanwhile: two that ranks start in different order would wait for
         each other. So operations follow each other in the order of the host, which is the same on all ranks.
         """
-        capturing = torch.cuda.is_current_stream_capturing()
+        address, capturing = self._current_stream(), torch.cuda.is_current_stream_capturing()
         last = _last_operation.get(self.device)
-        if last is not None and last[0] != stream and last[1] == capturing:
+        if last is not None and last[1:] == (address, capturing):
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if last is not None and last[1] != address and last[2] == capturing:
             stream.wait_stream(last[0])
-        _last_operation[self.device] = (stream, capturing)
+        _last_operation[self.device] = (stream, address, capturing)
+
+    def _current_stream(self) -> int:
+        """The address of the current stream."""
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def synchronize(self) -> None:
         """Wait for all operations so far."""
@@ -250,92 +283,107 @@ class GpuBackend:
 
     def plan(self, topk_sK: Tensor, counts_E: Tensor | None, owner: int, weights_sK: Tensor | None = None) -> Plan:
         """Plan. One cross-rank barrier. The plan's arrivals are filled by the movers, from what sources write now."""
-        d = self.dims
-        made = rows.PlanTensors.make(d, len(topk_sK), self.device)
-        signals, waiting = self.barrier.signals, self.barrier.waiting()
-        load.count_load(
-            topk_sK, self.tables.blocks, *self.of_all("load"), *self.of_all("tokens"), counts_E, signals, self.rank,
-            waiting[0], d.R, d.E, d.K,
-        )  # fmt: skip
-        # From here on all loads are there, and nobody reads forward rows and arrivals any more.
-        solve.launch_agreed(self.mine("load"), self.solution, d, signals, self.rank, waiting)
-        rows.lay_groups(self.solution, self.status, self.tables, made, self.rank, d)
-        rows.split_sources(self.mine("load"), self.mine("tokens"), self.status, self.tables, made, self.rank, d)
-        rows.assign_rows(
-            topk_sK, weights_sK, *self.of_all("arrivals"), *self.of_all("arriving_weights"), self.status, self.tables,
-            made, self.rank, d,
-        )  # fmt: skip
-        return Plan(
-            dims=d,
-            rank=self.rank,
-            owner=owner,
-            load=made.load,
-            alloc=made.alloc,
-            experts_to_copy=made.experts_to_copy,
-            cu_seqlens=made.cu_seqlens,
-            zero_fill_ranges=made.zero_fill_ranges,
-            remote_stats=made.remote_stats,
-            dst=made.dst,
-            sends=made.sends,
-            tokens=made.tokens,
-            arrivals=made.arrivals,
-            status=self.status,
-        )
+        plan = self._new_plan(topk_sK, owner)
+        options = (counts_E is not None, weights_sK is not None)
+        self._planning.run(options, self._routing(topk_sK, counts_E, weights_sK), plan)
+        return plan
 
     def dispatch(
         self, hidden_sH: Tensor, weights_sK: Tensor | None, topk_sK: Tensor, counts_E: Tensor | None, owner: int
     ) -> Plan:
         """Plan, and send rows into the forward region of every rank."""
-        plan = self.plan(topk_sK, counts_E, owner, weights_sK)
+        plan = self._new_plan(topk_sK, owner)
+        given = self._routing(topk_sK, counts_E, weights_sK)
+        given["hidden"] = align(hidden_sH)
         self.forward.touch()
-        arriving = movers.Arriving(self.mine("arrivals"), self._weights_of(weights_sK))
-        self.movers.move(self.forward, _words(hidden_sH), plan, arriving)
+        self._dispatching.run((counts_E is not None, weights_sK is not None), given, plan)
         return plan
 
     def dispatch_with_plan(self, plan: Plan, hidden_sH: Tensor, weights_sK: Tensor | None, sync: bool) -> None:
         """Send rows into the gradient region of every rank."""
-        if sync:
-            self.barrier.wait()  # nobody reads the gradient region any more
+        given = self.barrier.waiting()
+        given["hidden"], given["num_tokens"], given["route_weights"] = align(hidden_sH), plan.num_tokens, weights_sK
         if weights_sK is not None:
-            dispatch.send_weights(weights_sK, self.status, *self.of_all("arriving_weights"), self.rank, self.dims.R)
+            given["num_weights"] = weights_sK.numel()
+            given["weight_blocks"] = ceil_div(weights_sK.numel(), dispatch.WEIGHTS_PER_PROGRAM)
         self.gradient.touch()
-        arriving = movers.Arriving(None, self._weights_of(weights_sK))
-        self.movers.move(self.gradient, _words(hidden_sH), plan, arriving)
+        self._redispatching.run((sync, weights_sK is not None), given, plan)
 
     def combine(
         self, plan: Plan, hidden_CH: Tensor, weights_C: Tensor | None, sync: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Push each token's partial sum to its rank, then sum the partial sums."""
-        d = self.dims
-        if sync:
-            self.barrier.wait()  # everybody has read its staging, and gathered the route weights
+        d, s = self.dims, plan.num_tokens
         if weights_C is not None and weights_C.data_ptr() != self.gradient.weights.data_ptr():
+            if sync:
+                self.barrier.wait()  # as in `_combine_stages`
             self.gradient.weights.copy_(weights_C)
-        s = plan.num_tokens
+            sync = False
         output = torch.empty(s, d.H, dtype=self.dtype, device=self.device)
         gathered = None if weights_C is None else torch.empty(s, d.K, device=self.device)
-        self.movers.sum(plan, _aligned(hidden_CH), output, *self.of_all("gradient_weights"), gathered)
+        given = self.barrier.waiting()
+        given["hidden"], given["output"], given["gathered"] = align(hidden_CH), output, gathered
+        given["num_tokens"] = s
+        self._combining.run((sync, weights_C is not None), given, plan)
         return output, gathered
 
     def copy_rows(self, region: RowRegion, plan: Plan) -> Tensor:
         """The region's rows in a tensor of their own; those past the last offset are undefined."""
         copy = torch.empty_like(region.rows)
-        words = copy.view(torch.int32)
-        dispatch.copy_used(
-            region.rows.view(torch.int32), words, plan.cu_seqlens, self.status, self.movers.local_programs
-        )
+        self._copying.run((region,), {"target": copy}, plan)
         return copy
+
+    def _new_plan(self, topk_sK: Tensor, owner: int) -> Plan:
+        layout = self.plan_layout
+        return Plan(layout, self.rank, owner, layout.empty(topk_sK.shape[0], self.device), self.status)
+
+    def _routing(self, topk_sK: Tensor, counts_E: Tensor | None, weights_sK: Tensor | None) -> Given:
+        """What is given to the stages of planning."""
+        given, s = self.barrier.waiting(), topk_sK.shape[0]
+        given["topk"], given["counts"], given["route_weights"] = topk_sK, counts_E, weights_sK
+        given["num_tokens"], given["num_blocks"] = s, ceil_div(s, load.block_tokens(self.dims.K))
+        return given
+
+    # What is launched. Which barrier orders what: `docs/memory.md`.
+
+    def _plan_stages(self, has_counts: bool, has_weights: bool) -> list[Launch]:
+        d, rank, status, tables, signals = self.dims, self.rank, self.status, self.tables, self.barrier.signals
+        loads, tokens = self.of_all("load"), self.of_all("tokens")
+        arrivals, weights = self.of_all("arrivals"), self.of_all("arriving_weights")
+        return [
+            *load.count_load(tables.blocks, *loads, *tokens, signals, rank, d, has_counts),
+            # From here on all loads are there, and nobody reads forward rows and arrivals any more.
+            solve.solve_agreed(self.mine("load"), self.solution, d, signals, rank, self.barrier.limit),
+            rows.lay_groups(self.solution, status, tables, rank, d),
+            rows.split_sources(self.mine("load"), self.mine("tokens"), status, tables, rank, d),
+            rows.assign_rows(*arrivals, *weights, status, tables, rank, d, has_weights),
+        ]
+
+    def _dispatch_stages(self, has_counts: bool, has_weights: bool) -> list[Launch]:
+        return [
+            *self._plan_stages(has_counts, has_weights),
+            *self.movers.move(self.forward, fresh=True, has_weights=has_weights),
+        ]
+
+    def _redispatch_stages(self, sync: bool, has_weights: bool) -> list[Launch]:
+        send = dispatch.send_weights(self.status, *self.of_all("arriving_weights"), self.rank)
+        return [
+            *([self.barrier.launch()] if sync else []),  # nobody reads the gradient region any more
+            *([send] if has_weights else []),
+            *self.movers.move(self.gradient, fresh=False, has_weights=has_weights),
+        ]
+
+    def _combine_stages(self, sync: bool, has_weights: bool) -> list[Launch]:
+        return [
+            # Everybody has read its staging, and gathered the route weights.
+            *([self.barrier.launch()] if sync else []),
+            *self.movers.sum(has_weights),
+        ]
+
+    def _copy_stages(self, region: RowRegion) -> list[Launch]:
+        words = region.rows.view(torch.int32)
+        return [dispatch.copy_used(words, self.status, self.dims, self.movers.local_programs)]
 
     def copy_weights(self, region: RowRegion, plan: Plan) -> Tensor:
         """The region's route weights in a tensor of their own; those past the last offset are undefined."""
         return region.weights.clone()
-
-
-def _words(rows: Tensor) -> Tensor:
-    """The rows as 32-bit words."""
-    return _aligned(rows).view(torch.int32)
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """The rows, at an address that 16 divides: kernels move 16 bytes at a time."""
-    return rows if rows.data_ptr() % ROW_ALIGNMENT_BYTES == 0 else rows.clone()

@@ -2,21 +2,21 @@
 
 `BulkMovers` (Hopper and newer): bulk copies by few programs, and flags by which ranks tell each other what has arrived;
 one launch an operation. `PortableMovers`: loads and stores, and a barrier between what crosses ranks and what follows.
+
+Both say what is to be launched; what is `Given` with each call, the launchers say.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from moonep import environment
 from moonep.dims import Dims
 from moonep.kernels import combine, dispatch
+from moonep.kernels.launch import Launch
 from moonep.memory.regions import Region
-from moonep.plan import Plan
 
 if TYPE_CHECKING:
     from moonep.backends.gpu import GpuBackend
@@ -66,19 +66,6 @@ def count_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@dataclass(frozen=True)
-class Arriving:
-    """What sources have written for this rank.
-
-    Attributes:
-        arrivals: [R, S, K] int32; None: the plan has them.
-        weights: [R, S, K] fp32 route weights; None: none come along.
-    """
-
-    arrivals: Tensor | None
-    weights: Tensor | None
-
-
 class PortableMovers:
     """By loads and stores, on any GPU and in the interpreter."""
 
@@ -93,46 +80,39 @@ class PortableMovers:
         """What it needs of each rank's memory."""
         return []
 
-    def move(self, region: RowRegion, hidden_sH: Tensor, plan: Plan, arriving: Arriving) -> None:
-        """Send rows and expand them."""
-        b = self.backend
-        rows, stride = b.words_of(region)
-        dispatch.send_rows(
-            hidden_sH,
-            plan.dst,
-            plan.zero_fill_ranges,
-            b.status,
-            rows,
-            stride,
-            region.weights,
-            b.rank,
-            b.dims.K,
-            b.dims.C,
-            self.programs,
-        )
-        b.barrier.wait()  # all rows and arrivals are there
-        fresh = arriving.arrivals is not None
-        if fresh or arriving.weights is not None:
-            dispatch.take_arrivals(
-                plan.arrivals if arriving.arrivals is None else arriving.arrivals, plan.arrivals if fresh else None,
-                plan.tokens, arriving.weights, region.weights, b.status,
-            )  # fmt: skip
-        dispatch.expand_rows(region.rows.view(torch.int32), plan.arrivals, plan.tokens, b.status, self.local_programs)
+    def move(self, region: RowRegion, fresh: bool, has_weights: bool) -> list[Launch]:
+        """Send rows and expand them.
 
-    def sum(
-        self, plan: Plan, hidden_CH: Tensor, output: Tensor, weights: Tensor, stride: int, gathered: Tensor | None
-    ) -> None:
-        """Push partial sums and sum them. weights: [C] of rank 0."""
+        Args:
+            region: where they go, on every rank.
+            fresh: the plan's arrivals become what sources have written for this rank.
+            has_weights: route weights have been written for this rank, too, and go to `region`.
+        """
         b, d = self.backend, self.backend.dims
-        staging, staging_stride = b.of_all("staging")
-        combine.push_partials(
-            hidden_CH, plan.arrivals, plan.tokens, b.status, staging, staging_stride, b.rank, d.W, self.programs
-        )
-        b.barrier.wait()  # all partial sums and route weights are there
-        combine.sum_partials(
-            b.mine("staging"), plan.dst, None if gathered is None else weights, stride, b.status, output, gathered,
-            d.K, d.W, d.C, self.programs if gathered is not None else self.local_programs,
-        )  # fmt: skip
+        words, stride = b.words_of(region)
+        arriving, weights = b.arriving(fresh, has_weights)
+        take = dispatch.take_arrivals(arriving, weights, region.weights, b.status, d)
+        return [
+            dispatch.send_rows(b.status, words, stride, region.weights, b.rank, d, self.programs),
+            b.barrier.launch(),  # all rows and arrivals are there
+            *([take] if fresh or has_weights else []),
+            dispatch.expand_rows(region.rows.view(torch.int32), b.status, d, self.local_programs),
+        ]
+
+    def sum(self, has_weights: bool) -> list[Launch]:
+        """Push partial sums and sum them.
+
+        Args:
+            has_weights: route weights are gathered from the gradient regions.
+        """
+        b, d = self.backend, self.backend.dims
+        weights, stride = b.of_all("gradient_weights")
+        programs = self.programs if has_weights else self.local_programs
+        return [
+            combine.push_partials(b.status, *b.of_all("staging"), b.rank, d, self.programs),
+            b.barrier.launch(),  # all partial sums and route weights are there
+            combine.sum_partials(b.mine("staging"), weights if has_weights else None, stride, b.status, d, programs),
+        ]
 
 
 class BulkMovers:
@@ -163,29 +143,27 @@ class BulkMovers:
 
         return [Region("flags", (dims.R, MAX_CHUNKS), torch.int32)]
 
-    def move(self, region: RowRegion, hidden_sH: Tensor, plan: Plan, arriving: Arriving) -> None:
-        """Send rows and expand them."""
+    def move(self, region: RowRegion, fresh: bool, has_weights: bool) -> list[Launch]:
+        """Send rows and expand them: as `PortableMovers.move`."""
         from moonep.kernels import bulk_dispatch
 
         b = self.backend
-        rows, stride = b.words_of(region)
-        fresh = arriving.arrivals is not None
-        bulk_dispatch.move_rows(
-            hidden_sH, rows, stride, region.weights, plan.sends, plan.zero_fill_ranges,
-            plan.arrivals if arriving.arrivals is None else arriving.arrivals, plan.arrivals if fresh else None,
-            arriving.weights, plan.tokens, self.arrived, b.barrier.signals, b.rank, b.barrier.waiting(), b.dims.P,
-            self.senders, self.copiers,
-        )  # fmt: skip
+        return [
+            bulk_dispatch.move_rows(
+                *b.words_of(region), region.weights, *b.arriving(fresh, has_weights), self.arrived, b.barrier.signals,
+                b.rank, b.barrier.limit, b.dims, self.senders, self.copiers,
+            )
+        ]  # fmt: skip
 
-    def sum(
-        self, plan: Plan, hidden_CH: Tensor, output: Tensor, weights: Tensor, stride: int, gathered: Tensor | None
-    ) -> None:
-        """Push partial sums and sum them. weights: [C] of rank 0."""
+    def sum(self, has_weights: bool) -> list[Launch]:
+        """Push partial sums and sum them: as `PortableMovers.sum`."""
         from moonep.kernels import bulk_combine
 
         b = self.backend
-        bulk_combine.sum_rows(
-            hidden_CH, plan.arrivals, plan.tokens, plan.dst, plan.sends, *b.of_all("staging"), b.dims.W, output,
-            None if gathered is None else weights, stride, gathered, self.arrived, b.barrier.signals, b.rank,
-            b.barrier.waiting(), self.senders, self.copiers,
-        )  # fmt: skip
+        weights, stride = b.of_all("gradient_weights")
+        return [
+            bulk_combine.sum_rows(
+                b.gradient.rows, *b.of_all("staging"), weights if has_weights else None, stride, self.arrived,
+                b.barrier.signals, b.rank, b.barrier.limit, b.dims, self.senders, self.copiers,
+            )
+        ]  # fmt: skip

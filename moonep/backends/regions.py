@@ -22,8 +22,7 @@ class RowRegion:
 
     def touch(self) -> None:
         """Tell autograd that the region is about to be overwritten: zero-copy views of it become stale."""
-        torch.autograd.graph.increment_version(self.rows)
-        torch.autograd.graph.increment_version(self.weights)
+        torch.autograd.graph.increment_version((self.rows, self.weights))
 
 
 def row_regions(dims: Dims, dtype: torch.dtype) -> list[Region]:

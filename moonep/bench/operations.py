@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -162,8 +162,7 @@ class Layer:
 
     def _op_send_only(self) -> Operation:
         """Dispatch with a plan that copies nothing within a rank: what crosses the links, alone."""
-        plan = replace(
-            self.plan,
+        plan = self.plan.changed(
             arrivals=torch.full_like(self.plan.arrivals, NO_ARRIVAL),
             zero_fill_ranges=torch.zeros_like(self.plan.zero_fill_ranges),
         )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moonep.dims import next_power_of_2
 from moonep.environment import interpreting
-from moonep.kernels.launch import launch, varying
+from moonep.kernels.launch import Given, Launch
 
 TIMEOUT, REFUSED, FAILED, OTHER_OPERATION, BAD_ID, BAD_COUNT = range(1, 7)
 PEER_SHIFT, OPERATION_SHIFT, THEIRS_SHIFT = 4, 12, 20
@@ -168,23 +168,21 @@ class Signals:
     host_status: Tensor
 
 
-def barrier(s: Signals, rank: int, R: int, operation: int, number: int, limit: int) -> None:
-    """Enqueue a barrier.
+def barrier(s: Signals, rank: int, R: int, limit: int) -> Launch:
+    """A barrier. Given: `operation`, a code that must be equal on all ranks; `number` of the operation among this
+    rank's, -1 if unknown (inside a captured graph).
 
     Args:
         s: signals and status words.
         rank, R: this rank and how many there are.
-        operation: code that must be equal on all ranks.
-        number: of the operation among this rank's; -1: unknown (inside a captured graph).
         limit: nanoseconds to wait; in the interpreter, spins.
     """
-    launch(
+    return Launch(
         _barrier_kernel, (1,),
         (
-            s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank, operation,
-            number, limit,
+            s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank,
+            Given("operation"), Given("number"), limit,
         ),
-        varying(limit, s.signal_stride, s.fault_stride),
         R=R, RP=next_power_of_2(R), NF=NUM_FAULTS, TIMER=not interpreting(), num_warps=1,
     )  # fmt: skip
 

@@ -14,8 +14,10 @@ acquire at system scope; the fence orders bulk loads after it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moonep.dims import align_up, ceil_div, next_power_of_2
 from moonep.kernels.barrier import NUM_FAULTS, POISONED, REFUSED_RANGE
+from moonep.kernels.launch import Address, Descriptor
 
 MAX_CHUNKS = 16
 _MIN_CHUNK = 64
@@ -92,15 +95,52 @@ def describe_rows(rows: Tensor, ranks: int, rank_stride: int, count: int, inner:
         rank_stride: elements to the next rank's.
         count: rows of a rank.
     """
-    width = rows.shape[1]
+    return _describe(rows, rows, ranks, rank_stride, count, inner, block)
+
+
+def _describe(
+    base: Tensor | Address, like: Tensor, ranks: int, rank_stride: int, count: int, inner: int, block: int
+) -> TensorDescriptor:
+    """`describe_rows` of rows at `base` that are like others in width and dtype."""
+    width = like.shape[1]
     descriptor = TensorDescriptor.__new__(TensorDescriptor)  # its checks, which rows pass, take 10 us a call
-    descriptor.base = rows
+    descriptor.base = base
     descriptor.shape = [ranks, max(count, 1), width // inner, inner]
     descriptor.strides = [max(rank_stride, width), width, inner, 1]
     descriptor.block_shape = [1, 1, block, inner]
-    descriptor.layout = _layout(8 * rows.itemsize)
+    descriptor.layout = _layout(8 * like.itemsize)
     descriptor.padding = "zero"
     return descriptor
+
+
+class GivenRows(Descriptor):
+    """A descriptor over rows that each call brings; over others if there are none.
+
+    Args:
+        name: of the rows.
+        like: [>= 1, width], the others; of the dtype that the rows are seen as.
+        count: how many rows there are: an integer, or the name of one that is given.
+        inner, block: as in `describe_rows`.
+    """
+
+    def __init__(self, name: str, like: Tensor, count: int | str, inner: int, block: int):
+        super().__init__(name, like.dtype)
+        self._like, self._count, self._sizes = like, count, (inner, block)
+
+    def of(self, values: Mapping[str, Any]) -> TensorDescriptor:
+        """Over the rows of this name."""
+        return self._over(super().of(values), self.count(values))
+
+    def at(self, address: int, count: int) -> TensorDescriptor:
+        """Over rows at an address."""
+        return self._over(Address(address), count)
+
+    def count(self, values: Mapping[str, Any]) -> int:
+        """How many rows there are."""
+        return values[self._count] if isinstance(self._count, str) else self._count
+
+    def _over(self, rows: Tensor | Address, count: int) -> TensorDescriptor:
+        return _describe(rows if count else self._like, self._like, 1, 0, count, *self._sizes)
 
 
 @cache

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from moonep.dims import next_power_of_2
+from moonep.dims import Dims, next_power_of_2
 from moonep.kernels import bulk
 from moonep.kernels.barrier import Signals
 from moonep.kernels.bulk import (
@@ -27,7 +27,7 @@ from moonep.kernels.bulk import (
     read_status,
 )
 from moonep.kernels.bulk_dispatch import ROW, _load_entries
-from moonep.kernels.launch import launch, varying
+from moonep.kernels.launch import Given, Launch
 from moonep.plan import ARRIVAL_SHIFT, INT32_MIN
 
 TEAMS = gl.constexpr(2)
@@ -363,46 +363,39 @@ def halved(row: RowShape) -> tuple[int, int]:
 
 
 def sum_rows(
-    rows: Tensor, arrivals: Tensor, tokens: Tensor, dst: Tensor, sends: Tensor, staging: Tensor, staging_stride: int,
-    W: int, output: Tensor, weights: Tensor | None, weights_stride: int, route_weights: Tensor | None,
-    arrived: bulk.Arrivals, signals: Signals, rank: int, waiting: tuple[int, int, int], senders: int, finishers: int,
-) -> None:  # fmt: skip
+    rows: Tensor, staging: Tensor, staging_stride: int, weights: Tensor | None, weights_stride: int,
+    arrived: bulk.Arrivals, signals: Signals, rank: int, limit: int, dims: Dims, senders: int, finishers: int,
+) -> Launch:  # fmt: skip
     """Sum each token's rows, on the ranks that have them and then on the token's: see `reference.combine`.
 
+    Given: `hidden` [C, H] payload dtype, at an address that 16 divides; `output` [s, H]; `operation` and `number` as in
+    `barrier.barrier`; `arrivals`, `tokens`, `dst` and `sends` of the plan; with weights, `gathered` [s, K] fp32.
+
     Args:
-        rows: [C, H] payload dtype, at an address that 16 divides.
-        arrivals, tokens, dst, sends: of the plan.
+        rows: any that are like those given.
         staging: [S * W, H] of rank 0; `staging_stride` elements to the next rank's.
-        output: [s, H].
-        weights: [C] fp32 of rank 0, gathered into route_weights [s, K]; None: not. What ranks have written to it in
-            stream order before their own call is gathered.
-        arrived, waiting: as in `bulk_dispatch.move_rows`.
+        weights: [C] fp32 of rank 0, `weights_stride` elements to the next rank's, gathered into `gathered`; None: not.
+            What ranks have written to it in stream order before their own call is gathered.
+        arrived, limit: as in `bulk_dispatch.move_rows`.
         senders, finishers: programs; each takes a multiprocessor.
 
     Moves: a row for each token and peer that has some of it. Visible when it ends: the output.
     """
-    R, S, K = arrivals.shape
-    C, H = rows.shape
-    s = output.shape[0]
-    outer, inner = halved(bulk.row_shape(H, rows.itemsize))
+    d = dims
+    outer, inner = halved(bulk.row_shape(d.H, rows.itemsize))
     slots = min(MAX_SLOTS, bulk.SHARED_BYTES // (outer * inner * rows.itemsize))
     vector = 16 // rows.itemsize
-    stand_in = arrived.words if weights is None else weights  # of the same type for the same constants
-    gathered = route_weights if route_weights is not None and s else stand_in
-    gather = weights is not None
-    launch(
-        _combine_kernel, (senders + finishers + gather,),
+    return Launch(
+        _combine_kernel, (senders + finishers + (weights is not None),),
         (
-            bulk.describe_rows(rows, 1, 0, C, inner, outer), arrivals, tokens, dst if s else tokens,
-            sends if s else tokens, staging, staging_stride, output if s else staging,
-            arrived.words if weights is None else weights, weights_stride,
-            gathered, arrived.flags, arrived.flags_stride,
-            arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status,
-            signals.host_status, rank, *waiting,
+            bulk.GivenRows("hidden", rows, d.C, inner, outer), Given("arrivals"), Given("tokens"), Given("dst"),
+            Given("sends"), staging, staging_stride, Given("output"), arrived.words if weights is None else weights,
+            weights_stride, arrived.words if weights is None else Given("gathered"), arrived.flags,
+            arrived.flags_stride, arrived.counters, arrived.words, signals.faults, signals.fault_stride,
+            signals.status, signals.host_status, rank, Given("operation"), Given("number"), limit,
         ),
-        varying(waiting[2], rows, staging_stride, weights_stride, arrived.flags_stride, signals.fault_stride),
-        HAS_WEIGHTS=int(gather), N=senders, M=finishers, R=R, S=S, K=K, W=W, C=C, H=H,
-        CHUNK=bulk.chunk_tokens(S), SLOTS=slots, OUTER=outer,
+        HAS_WEIGHTS=int(weights is not None), N=senders, M=finishers, R=d.R, S=d.S, K=d.K, W=d.W, C=d.C, H=d.H,
+        CHUNK=bulk.chunk_tokens(d.S), SLOTS=slots, OUTER=outer,
         INNER=inner, VECTOR=vector, LANES=min(32, inner // vector), WARPS=TEAM_WARPS,
         num_warps=TEAM_WARPS,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from moonep.dims import next_power_of_2
+from moonep.dims import Dims, next_power_of_2
 from moonep.kernels import bulk
 from moonep.kernels.barrier import Signals
 from moonep.kernels.bulk import (
@@ -31,7 +31,7 @@ from moonep.kernels.bulk import (
     raise_flag,
     read_status,
 )  # fmt: skip
-from moonep.kernels.launch import launch, varying
+from moonep.kernels.launch import Given, Launch
 from moonep.plan import ARRIVAL_ROW, NO_ARRIVAL
 
 TEAMS = gl.constexpr(4)  # warps of a program
@@ -452,45 +452,42 @@ def row_shape(H: int, itemsize: int) -> RowShape:
 
 
 def move_rows(
-    hidden: Tensor, rows: Tensor, rows_stride: int, weights: Tensor, sends: Tensor, fill: Tensor, arriving: Tensor,
-    arrivals: Tensor | None, arriving_weights: Tensor | None, tokens: Tensor, arrived: bulk.Arrivals, signals: Signals,
-    rank: int, waiting: tuple[int, int, int], P: int, senders: int, copiers: int,
-) -> None:  # fmt: skip
+    rows: Tensor, rows_stride: int, weights: Tensor, arriving: Tensor | None, arriving_weights: Tensor | None,
+    arrived: bulk.Arrivals, signals: Signals, rank: int, limit: int, dims: Dims, senders: int, copiers: int,
+) -> Launch:  # fmt: skip
     """Send each token's row to its ranks, copy it to all its rows there, and zero this rank's padding.
 
+    Given: `hidden` [s, H] payload, at an address that 16 divides; `num_tokens`, s; `operation` and `number` as in
+    `barrier.barrier`; `sends`, `zero_fill_ranges`, `tokens` and `arrivals` of the plan.
+
     Args:
-        hidden: [s, H] int32 words, at an address that 16 divides.
-        rows: [C, H] int32 words of rank 0; `rows_stride` elements to the next rank's.
+        rows: [C, words of a row] int32 of rank 0; `rows_stride` elements to the next rank's.
         weights: [C] fp32 of this rank: those of padding rows are zeroed.
-        sends, fill, tokens: of the plan.
-        arriving: [R, S, K] int32, the arrivals of this rank, as sources have written them or of the plan.
-        arrivals: [R, S, K] int32, gets a copy of them; None: not.
+        arriving: [R, S, K] int32, the arrivals of this rank as sources have written them: the plan's become a copy;
+            None: the plan has them.
         arriving_weights: [R, S, K] fp32, route weights as sources have written them; None: none come along.
         arrived: flags between ranks.
-        waiting: (operation, number, limit) of `barrier.barrier`.
-        P: rows that a group is padded to a multiple of.
+        limit: as in `barrier.barrier`.
         senders, copiers: programs; each takes a multiprocessor.
 
     Moves: s x (ranks of a token) rows. Visible when it ends: all rows of this rank, whoever sent them.
     """
-    s, H = hidden.shape
-    R, S, K = arriving.shape
-    C = rows.shape[0]
-    shape = bulk.row_shape(H, 4)
+    d = dims
+    shape = bulk.row_shape(rows.shape[1], 4)
     stages = min(MAX_STAGES, (bulk.SHARED_BYTES // shape.block_bytes - 1) // TEAMS.value)
-    own = bulk.describe_rows(hidden if s else rows, 1, 0, s, shape.inner, shape.block)
-    every = bulk.describe_rows(rows, R, rows_stride, C, shape.inner, shape.block)
-    launch(
+    arrivals = Given("arrivals")
+    return Launch(
         _dispatch_kernel, (senders + copiers,),
         (
-            own, every, sends if s else fill, weights, fill, arriving, arriving if arrivals is None else arrivals,
-            weights if arriving_weights is None else arriving_weights, tokens, arrived.flags, arrived.flags_stride,
-            arrived.counters, arrived.words, signals.faults, signals.fault_stride, signals.status,
-            signals.host_status, rank, *waiting,
+            bulk.GivenRows("hidden", rows, "num_tokens", shape.inner, shape.block),
+            bulk.describe_rows(rows, d.R, rows_stride, d.C, shape.inner, shape.block),
+            Given("sends"), weights, Given("zero_fill_ranges"), arrivals if arriving is None else arriving, arrivals,
+            weights if arriving_weights is None else arriving_weights, Given("tokens"), arrived.flags,
+            arrived.flags_stride, arrived.counters, arrived.words, signals.faults, signals.fault_stride,
+            signals.status, signals.host_status, rank, Given("operation"), Given("number"), limit,
         ),
-        varying(waiting[2], arrived.flags_stride, signals.fault_stride),
-        FRESH=arrivals is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=R, S=S, K=K,
-        W=min(R, K), C=C, G=fill.shape[0], PP=max(128, next_power_of_2(P)),
-        CHUNK=bulk.chunk_tokens(S), STAGES=stages, BLOCK=shape.block, INNER=shape.inner,
-        WAIT=bulk.waiting_for(min(R, K)), num_warps=4,
+        FRESH=arriving is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=d.R, S=d.S,
+        K=d.K, W=d.W, C=d.C, G=d.G, PP=max(128, next_power_of_2(d.P)),
+        CHUNK=bulk.chunk_tokens(d.S), STAGES=stages, BLOCK=shape.block, INNER=shape.inner,
+        WAIT=bulk.waiting_for(d.W), num_warps=4,
     )  # fmt: skip

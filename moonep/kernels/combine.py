@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonep.dims import next_power_of_2
+from moonep.dims import Dims, next_power_of_2
 from moonep.environment import interpreting
 from moonep.kernels.constants import ARRIVAL_ROW, ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
 from moonep.kernels.dispatch import row_block, row_warps
+from moonep.kernels.launch import Given, Launch
 from moonep.kernels.rounding import round_to
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -86,33 +87,41 @@ def _sum_partials_kernel(
 
 
 def push_partials(
-    rows: Tensor, arrivals: Tensor, tokens: Tensor, status: Tensor, staging: Tensor, staging_stride: int, rank: int,
-    W: int, num_programs: int,
-) -> None:  # fmt: skip
-    """rows [C, H] -> staging [S * W, H] of each token's rank (tensor of rank 0, stride in elements).
+    status: Tensor, staging: Tensor, staging_stride: int, rank: int, dims: Dims, num_programs: int
+) -> Launch:
+    """Rows -> staging [S * W, H] of each token's rank (tensor of rank 0, stride in elements).
+
+    Given: `hidden` [C, H]; `arrivals` and `tokens` of the plan.
 
     Moves: one row a token and rank that computes some of it. Visible to the token's rank after the next barrier.
     """
-    H = rows.shape[1]
-    R, S, K = arrivals.shape
-    _push_partials_kernel[(num_programs,)](
-        rows, arrivals, tokens, status, staging, staging_stride, rank, num_programs,
-        R=R, S=S, K=K, KP=next_power_of_2(K), W=W, H=H, BH=row_block(H), DTYPE=TYPES[rows.dtype],
-        INTERPRET=interpreting(), num_warps=row_warps(H),
+    d = dims
+    return Launch(
+        _push_partials_kernel, (num_programs,),
+        (Given("hidden"), Given("arrivals"), Given("tokens"), status, staging, staging_stride, rank, num_programs),
+        R=d.R, S=d.S, K=d.K, KP=next_power_of_2(d.K), W=d.W, H=d.H, BH=row_block(d.H), DTYPE=TYPES[staging.dtype],
+        INTERPRET=interpreting(), num_warps=row_warps(d.H),
     )  # fmt: skip
 
 
 def sum_partials(
-    staging: Tensor, dst: Tensor, weights: Tensor | None, weights_stride: int, status: Tensor, output: Tensor,
-    route_weights: Tensor | None, K: int, W: int, C: int, num_programs: int,
-) -> None:  # fmt: skip
-    """staging [S * W, H] of this rank -> output [s, H]; weights [C] of rank 0 -> route_weights [s, K]."""
-    s, H = output.shape
-    if s == 0:
-        return
-    _sum_partials_kernel[(min(num_programs, s),)](
-        staging, dst, output if weights is None else weights, weights_stride, status, output,
-        output if route_weights is None else route_weights, s, min(num_programs, s),
-        K=K, KP=next_power_of_2(K), W=W, C=C, H=H, BH=row_block(H), DTYPE=TYPES[output.dtype],
-        HAS_WEIGHTS=weights is not None, INTERPRET=interpreting(), num_warps=row_warps(H),
+    staging: Tensor, weights: Tensor | None, weights_stride: int, status: Tensor, dims: Dims, num_programs: int
+) -> Launch:
+    """Sum the partial sums of each token, and gather its route weights.
+
+    Given: `output` [s, H]; `num_tokens`, s; `dst` of the plan; with weights, `gathered` [s, K] fp32.
+
+    Args:
+        staging: [S * W, H] of this rank.
+        weights: [C] fp32 of rank 0, `weights_stride` elements to the next rank's; None: none are gathered.
+    """
+    d, output = dims, Given("output")
+    return Launch(
+        _sum_partials_kernel, (num_programs,),
+        (
+            staging, Given("dst"), output if weights is None else weights, weights_stride, status, output,
+            output if weights is None else Given("gathered"), Given("num_tokens"), num_programs,
+        ),
+        K=d.K, KP=next_power_of_2(d.K), W=d.W, C=d.C, H=d.H, BH=row_block(d.H), DTYPE=TYPES[staging.dtype],
+        HAS_WEIGHTS=weights is not None, INTERPRET=interpreting(), num_warps=row_warps(d.H),
     )  # fmt: skip

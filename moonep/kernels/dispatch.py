@@ -5,15 +5,17 @@ Rows are moved as 32-bit words; a row is a multiple of 16 bytes, so accesses are
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonep.dims import ceil_div, next_power_of_2
+from moonep.dims import Dims, ceil_div, next_power_of_2
 from moonep.kernels.constants import ARRIVAL_ROW, NO_ARRIVAL
-from moonep.kernels.launch import launch, varying
+from moonep.kernels.launch import Given, Launch
 
 WIDTH_PER_PROGRAM = 4096
+WEIGHTS_PER_PROGRAM = 1024
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_senders", "rank"])
@@ -134,73 +136,88 @@ def _take_arrivals_kernel(
 
 
 def send_rows(
-    hidden: Tensor, dst: Tensor, fill: Tensor, status: Tensor, rows: Tensor, rows_stride: int, own_weights: Tensor,
-    rank: int, K: int, C: int, num_programs: int,
-) -> None:  # fmt: skip
+    status: Tensor, rows: Tensor, rows_stride: int, own_weights: Tensor, rank: int, dims: Dims, num_programs: int
+) -> Launch:
     """Write each token's row to each of its ranks; zero this rank's padding, rows and weights.
 
+    Given: `hidden` [s, H] payload; `num_tokens`, s; `dst` and `zero_fill_ranges` of the plan.
+
     Args:
-        hidden: [s, H] int32 words. dst: [s * K]. fill: [G, 2].
-        rows: [C, H] int32 words of rank 0; stride in elements to the next rank's.
+        rows: [C, words of a row] int32 of rank 0; stride in elements to the next rank's.
         own_weights: [C] fp32 of this rank.
+        num_programs: that send; one more for each group's padding.
 
     Moves: s x (ranks of a token) rows.
     """
-    s, H = hidden.shape
-    senders = max(min(num_programs, s), 1)
-    _send_rows_kernel[(senders + fill.shape[0],)](
-        hidden, dst, fill, status, rows, rows_stride, own_weights, s, senders, rank,
-        K=K, C=C, H=H, BH=row_block(H), num_warps=row_warps(H),
+    d, H = dims, rows.shape[1]
+    return Launch(
+        _send_rows_kernel, (num_programs + d.G,),
+        (
+            Given("hidden", torch.int32), Given("dst"), Given("zero_fill_ranges"), status, rows, rows_stride,
+            own_weights, Given("num_tokens"), num_programs, rank,
+        ),
+        K=d.K, C=d.C, H=H, BH=row_block(H), num_warps=row_warps(H),
     )  # fmt: skip
 
 
-def send_weights(
-    route_weights: Tensor, status: Tensor, weights: Tensor, weights_stride: int, rank: int, R: int
-) -> None:  # fmt: skip
-    """Write route weights [s, K] fp32 to every rank: weights [R, S, K] of rank 0, elements to the next rank's."""
-    count = route_weights.numel()
-    if count:
-        launch(
-            _send_weights_kernel, (ceil_div(count, 1024),),
-            (route_weights, status, weights, weights_stride, count, rank), varying(route_weights, weights_stride),
-            R=R, SK=weights[0].numel(), BA=1024,
-        )  # fmt: skip
+def send_weights(status: Tensor, weights: Tensor, weights_stride: int, rank: int) -> Launch:
+    """Write route weights to every rank: weights [R, S, K] fp32 of rank 0, elements to the next rank's.
 
-
-def expand_rows(rows: Tensor, arrivals: Tensor, tokens: Tensor, status: Tensor, num_programs: int) -> None:
-    """Copy arrived rows to their duplicates. rows: [C, H] int32 words of this rank."""
-    H = rows.shape[1]
-    R, S, K = arrivals.shape
-    _expand_rows_kernel[(num_programs,)](
-        rows, arrivals, tokens, status, num_programs,
-        R=R, S=S, K=K, KP=next_power_of_2(K), H=H, BH=row_block(H), num_warps=row_warps(H),
+    Given: `route_weights` [s, K] fp32; `num_weights`, s x K; `weight_blocks`, s x K / WEIGHTS_PER_PROGRAM.
+    """
+    return Launch(
+        _send_weights_kernel, (Given("weight_blocks"),),
+        (Given("route_weights"), status, weights, weights_stride, Given("num_weights"), rank),
+        R=weights.shape[0], SK=weights[0].numel(), BA=WEIGHTS_PER_PROGRAM,
     )  # fmt: skip
 
 
-def copy_used(source: Tensor, target: Tensor, cu_seqlens: Tensor, status: Tensor, num_programs: int) -> None:
-    """target[:used] = source[:used], used = the last offset. [C, H] int32 words."""
+def expand_rows(rows: Tensor, status: Tensor, dims: Dims, num_programs: int) -> Launch:
+    """Copy arrived rows to their duplicates. rows: [C, words of a row] int32 of this rank.
+
+    Given: `arrivals` and `tokens` of the plan.
+    """
+    d, H = dims, rows.shape[1]
+    return Launch(
+        _expand_rows_kernel, (num_programs,),
+        (rows, Given("arrivals"), Given("tokens"), status, num_programs),
+        R=d.R, S=d.S, K=d.K, KP=next_power_of_2(d.K), H=H, BH=row_block(H), num_warps=row_warps(H),
+    )  # fmt: skip
+
+
+def copy_used(source: Tensor, status: Tensor, dims: Dims, num_programs: int) -> Launch:
+    """Copy the rows below the last offset. source: [C, words of a row] int32.
+
+    Given: `target` [C, H] payload; `cu_seqlens` of the plan.
+    """
     H = source.shape[1]
-    _copy_used_kernel[(num_programs,)](
-        source, target, cu_seqlens, status, num_programs,
-        G=len(cu_seqlens), H=H, BH=row_block(H), num_warps=row_warps(H),
+    return Launch(
+        _copy_used_kernel, (num_programs,),
+        (source, Given("target", torch.int32), Given("cu_seqlens"), status, num_programs),
+        G=dims.G, H=H, BH=row_block(H), num_warps=row_warps(H),
     )  # fmt: skip
 
 
 def take_arrivals(
-    source: Tensor, target: Tensor | None, tokens: Tensor, arriving_weights: Tensor | None, weights: Tensor,
-    status: Tensor,
-) -> None:  # fmt: skip
+    arriving: Tensor | None, arriving_weights: Tensor | None, weights: Tensor, status: Tensor, dims: Dims
+) -> Launch:
     """The plan's own arrivals, from what sources wrote; and route weights to their rows.
 
+    Given: `arrivals` and `tokens` of the plan.
+
     Args:
-        source, target: [R, S, K] int32; None: source is the plan's own.
+        arriving: [R, S, K] int32, as sources wrote them; None: the plan has its own already.
         arriving_weights: [R, S, K] fp32, as sources wrote them; None: no weights.
         weights: [C] fp32.
     """
-    R, S, K = source.shape
-    _take_arrivals_kernel[(ceil_div(S * K, 1024), R)](
-        source, source if target is None else target, tokens, weights if arriving_weights is None else arriving_weights,
-        weights, status, S=S, K=K, BK=1024, FRESH=target is not None, HAS_WEIGHTS=arriving_weights is not None,
+    d, arrivals = dims, Given("arrivals")
+    return Launch(
+        _take_arrivals_kernel, (ceil_div(d.S * d.K, 1024), d.R),
+        (
+            arrivals if arriving is None else arriving, arrivals, Given("tokens"),
+            weights if arriving_weights is None else arriving_weights, weights, status,
+        ),
+        S=d.S, K=d.K, BK=1024, FRESH=arriving is not None, HAS_WEIGHTS=arriving_weights is not None,
     )  # fmt: skip
 
 

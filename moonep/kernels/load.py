@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonep.dims import ceil_div, next_power_of_2
+from moonep.dims import Dims, ceil_div, next_power_of_2
 from moonep.kernels.barrier import NUM_FAULTS, Signals, arrive
-from moonep.kernels.launch import launch, varying
+from moonep.kernels.launch import Given, Launch
 
 BLOCK = 128  # assignments of a block, padding of K to a power of two included
 PUBLISHED = 2048  # counts that a program takes
@@ -73,43 +73,44 @@ def _publish_load_kernel(
 
 
 def count_load(
-    topk: Tensor, blocks: Blocks, load: Tensor, load_stride: int, tokens: Tensor, tokens_stride: int,
-    given: Tensor | None, s: Signals, rank: int, operation: int, R: int, E: int, K: int,
-) -> None:  # fmt: skip
-    """Count, publish, and arrive at the barrier that `solve.launch_agreed` waits for.
+    blocks: Blocks, load: Tensor, load_stride: int, tokens: Tensor, tokens_stride: int, s: Signals, rank: int,
+    dims: Dims, check: bool,
+) -> list[Launch]:  # fmt: skip
+    """Count, publish, and arrive at the barrier that `solve.solve_agreed` waits for.
+
+    Given: `topk` [s, K] int32 or int64; `num_tokens`, s; `num_blocks` of them; `operation` as in `barrier.barrier`; if
+    `check`, `counts` [E] int32 or int64 to compare with.
 
     Args:
-        topk: [s, K] int32 or int64.
         blocks: workspace; `before` is what later kernels read.
         load: [R, E] int32 of rank 0; `load_stride` elements to the next rank's.
         tokens: [R] int32 of rank 0; `tokens_stride` elements to the next rank's.
-        given: [E] int32 counts to compare with, or None.
         s: BAD_ID or BAD_COUNT is reported in its host status.
-        rank, operation: as in `barrier.barrier`.
+        rank: this rank.
     """
-    num_blocks, NB = ceil_div(topk.shape[0], block_tokens(K)), blocks.counts.shape[1]
-    if num_blocks:
-        launch(
-            _count_blocks_kernel, (num_blocks,),
-            (
-                topk, blocks.counts, s.host_status, topk.shape[0],
-            ),
-            varying(topk),
-            NB=NB, E=E, K=K, KP=next_power_of_2(K), TB=block_tokens(K),
-        )  # fmt: skip
+    d, NB = dims, blocks.counts.shape[1]
+    num_tokens, num_blocks = Given("num_tokens"), Given("num_blocks")
     NBP = next_power_of_2(NB)
     BE = max(1, min(PUBLISHED // NBP, 16))
-    programs = ceil_div(E, BE)
-    launch(
-        _publish_load_kernel, (programs,),
-        (
-            blocks.counts, blocks.before, blocks.ticket, load, load_stride, tokens, tokens_stride,
-            blocks.ticket if given is None else given, s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch,
-            s.status, s.host_status, topk.shape[0], num_blocks, programs, rank, operation,
+    programs = ceil_div(d.E, BE)
+    return [
+        Launch(
+            _count_blocks_kernel, (num_blocks,),
+            (
+                Given("topk"), blocks.counts, s.host_status, num_tokens,
+            ),
+            NB=NB, E=d.E, K=d.K, KP=next_power_of_2(d.K), TB=block_tokens(d.K),
         ),
-        varying(given, load_stride, tokens_stride, s.signal_stride, s.fault_stride),
-        NB=NB, NBP=NBP, E=E, BE=BE, R=R, RP=next_power_of_2(R), NF=NUM_FAULTS, CHECK=given is not None,
-    )  # fmt: skip
+        Launch(
+            _publish_load_kernel, (programs,),
+            (
+                blocks.counts, blocks.before, blocks.ticket, load, load_stride, tokens, tokens_stride,
+                Given("counts") if check else blocks.ticket, s.signals, s.signal_stride, s.faults, s.fault_stride,
+                s.epoch, s.status, s.host_status, num_tokens, num_blocks, programs, rank, Given("operation"),
+            ),
+            NB=NB, NBP=NBP, E=d.E, BE=BE, R=d.R, RP=next_power_of_2(d.R), NF=NUM_FAULTS, CHECK=check,
+        ),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

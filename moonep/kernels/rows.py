@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moonep.dims import Dims, ceil_div, next_power_of_2
 from moonep.kernels.constants import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
-from moonep.kernels.launch import launch, varying
+from moonep.kernels.launch import Given, Launch
 from moonep.kernels.load import Blocks, block_tokens
 from moonep.kernels.solve import Solution, chosen
 
@@ -237,91 +237,59 @@ class Tables:
         return Tables(ints(d.E, d.R), ints(d.E, d.R), ints(d.E, d.R), ints(d.G), blocks)
 
 
-@dataclass(frozen=True, eq=False)
-class PlanTensors:
-    """The tensors of a plan in the making (see `moonep.plan.Plan`)."""
+def lay_groups(solution: Solution, status: Tensor, tables: Tables, rank: int, dims: Dims) -> Launch:
+    """Slots, group bases and allocation of every rank; offsets and padding of this one. Grid: R.
 
-    load: Tensor
-    alloc: Tensor
-    experts_to_copy: Tensor
-    cu_seqlens: Tensor
-    zero_fill_ranges: Tensor
-    remote_stats: Tensor
-    dst: Tensor
-    sends: Tensor
-    tokens: Tensor
-    arrivals: Tensor
-
-    @staticmethod
-    def make(dims: Dims, num_tokens: int, device: torch.device) -> PlanTensors:
-        d = dims
-
-        def ints(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        return PlanTensors(
-            ints(d.R, d.E),
-            ints(d.E, d.R),
-            ints(d.R, d.B),
-            ints(d.G),
-            ints(d.G, 2),
-            ints(2),
-            ints(num_tokens * d.K),
-            ints(num_tokens * d.W),
-            ints(d.R),
-            ints(d.R, d.S, d.K),
-        )
-
-
-def lay_groups(solution: Solution, status: Tensor, tables: Tables, plan: PlanTensors, rank: int, dims: Dims) -> None:
-    """Slots, group bases and allocation of every rank; offsets and padding of this one. Grid: R."""
+    Given: `alloc`, `experts_to_copy`, `cu_seqlens`, `zero_fill_ranges`, `remote_stats` of the plan.
+    """
     d = dims
-    launch(
+    return Launch(
         _lay_groups_kernel, (d.R,),
         (
-            solution.cost, solution.left, solution.given, solution.donor, status, plan.alloc, tables.base,
-            plan.experts_to_copy, tables.sizes, plan.cu_seqlens, plan.zero_fill_ranges, plan.remote_stats, rank,
+            solution.cost, solution.left, solution.given, solution.donor, status, Given("alloc"), tables.base,
+            Given("experts_to_copy"), tables.sizes, Given("cu_seqlens"), Given("zero_fill_ranges"),
+            Given("remote_stats"), rank,
         ),
         E=d.E, R=d.R, L=d.L, LP=next_power_of_2(d.L), B=d.B, BP=next_power_of_2(max(d.B, 1)),
         GP=next_power_of_2(d.G), P=d.P, MODES=1 if d.balance.exact else 2,
     )  # fmt: skip
 
 
-def split_sources(
-    load: Tensor, tokens: Tensor, status: Tensor, tables: Tables, plan: PlanTensors, rank: int, dims: Dims
-) -> None:
-    """Piece tables of this rank as source; copies load [R, E] and tokens [R] into the plan. Grid: E / BE."""
+def split_sources(load: Tensor, tokens: Tensor, status: Tensor, tables: Tables, rank: int, dims: Dims) -> Launch:
+    """Piece tables of this rank as source; copies load [R, E] and tokens [R] into the plan. Grid: E / BE.
+
+    Given: `alloc`, `experts_to_copy`, `load`, `tokens`, `remote_stats` of the plan.
+    """
     d = dims
     RP = next_power_of_2(d.R)
     BE = max(1024 // RP, 16)
-    launch(
+    return Launch(
         _split_sources_kernel, (ceil_div(d.E, BE),),
         (
-            load, tokens, plan.alloc, tables.base, plan.experts_to_copy, status, plan.load, plan.tokens, tables.first,
-            tables.row, plan.remote_stats, rank,
+            load, tokens, Given("alloc"), tables.base, Given("experts_to_copy"), status, Given("load"),
+            Given("tokens"), tables.first, tables.row, Given("remote_stats"), rank,
         ),
         E=d.E, R=d.R, RP=RP, L=d.L, B=d.B, RBP=min(next_power_of_2(max(d.R * d.B, 1)), 1024), BE=BE,
     )  # fmt: skip
 
 
 def assign_rows(
-    topk: Tensor, route_weights: Tensor | None, arrivals: Tensor, arrivals_stride: int, weights: Tensor,
-    weights_stride: int, status: Tensor, tables: Tables, plan: PlanTensors, rank: int,
-    dims: Dims,
-) -> None:  # fmt: skip
-    """`dst` of each assignment, and its arrival at each rank ([R, S, K] int32 of rank 0); and all route weights [s, K]
-    fp32 to every rank ([R, S, K] of rank 0). Grid: blocks of tokens."""
+    arrivals: Tensor, arrivals_stride: int, weights: Tensor, weights_stride: int, status: Tensor, tables: Tables,
+    rank: int, dims: Dims, has_weights: bool,
+) -> Launch:  # fmt: skip
+    """`dst` and `sends` of each token, and its arrivals at each rank ([R, S, K] int32 of rank 0); if `has_weights`, its
+    route weights to every rank ([R, S, K] fp32 of rank 0). Grid: blocks of tokens.
+
+    Given: `topk` [s, K]; `route_weights` [s, K] fp32; `num_tokens`; `num_blocks`; `dst` and `sends` of the plan.
+    """
     d = dims
-    tokens = block_tokens(d.K)
-    if topk.shape[0] == 0:
-        return
-    launch(
-        _assign_rows_kernel, (ceil_div(topk.shape[0], tokens),),
+    return Launch(
+        _assign_rows_kernel, (Given("num_blocks"),),
         (
-            topk, weights if route_weights is None else route_weights, tables.blocks.before, tables.first, tables.row,
-            status, plan.dst, plan.sends, arrivals, arrivals_stride, weights, weights_stride, topk.shape[0], rank,
+            Given("topk"), Given("route_weights") if has_weights else weights, tables.blocks.before, tables.first,
+            tables.row, status, Given("dst"), Given("sends"), arrivals, arrivals_stride, weights, weights_stride,
+            Given("num_tokens"), rank,
         ),
-        varying(topk, route_weights, arrivals_stride, weights_stride),
-        E=d.E, NB=tables.blocks.before.shape[1], R=d.R, K=d.K, KP=next_power_of_2(d.K), TB=tokens, C=d.C,
-        S=d.S, W=d.W, HAS_WEIGHTS=route_weights is not None,
+        E=d.E, NB=tables.blocks.before.shape[1], R=d.R, K=d.K, KP=next_power_of_2(d.K), TB=block_tokens(d.K), C=d.C,
+        S=d.S, W=d.W, HAS_WEIGHTS=has_weights,
     )  # fmt: skip

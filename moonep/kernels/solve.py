@@ -29,7 +29,7 @@ from moonep import dims as _dims
 from moonep.dims import Dims, next_power_of_2
 from moonep.environment import interpreting
 from moonep.kernels.barrier import NUM_FAULTS, Signals, wait
-from moonep.kernels.launch import launch, varying
+from moonep.kernels.launch import Given, Launch
 
 POLICIES = ("path", "chain1", "chain2", "alias")
 
@@ -98,23 +98,23 @@ def launch_solve(load_RE: Tensor, status: Tensor, out: Solution, dims: Dims) -> 
     )  # fmt: skip
 
 
-def launch_agreed(
-    load_RE: Tensor, out: Solution, dims: Dims, signals: Signals, rank: int, waiting: tuple[int, int, int]
-) -> None:
+def solve_agreed(load_RE: Tensor, out: Solution, dims: Dims, signals: Signals, rank: int, limit: int) -> Launch:
     """`launch_solve`, after the wait for the loads of all ranks (`load.count_load`).
+
+    Given: `operation`, `number` as in `barrier.barrier`.
 
     Args:
         load_RE, out, dims: as in `launch_solve`.
-        signals, rank, waiting: the barrier's, and its (operation, number, limit).
+        signals, rank, limit: as in `barrier.barrier`.
     """
     d, s, num_warps = dims, signals, _num_warps(dims)
-    launch(
+    return Launch(
         _agree_kernel, (out.cost.shape[0],),
         (
             load_RE, out.left, out.given, out.donor, out.cost, d.balance.eps_ppm, d.balance.slack, d.max_rows,
-            s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank, *waiting,
+            s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank,
+            Given("operation"), Given("number"), limit,
         ),
-        varying(waiting[2], s.signal_stride, s.fault_stride),
         load_stride=load_RE.stride(0), TOLERANT=not d.balance.exact, R=d.R, L=d.L, RP=_lanes(d.R), LP=_lanes(d.L),
         TILE=1024 * num_warps, BP=next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
         num_warps=num_warps,

@@ -10,7 +10,7 @@ only the device knows. A compiler sees none of it but this:
 **State.** `RoutedExperts` is known by a number in a tensor, so that equal layers share one compiled graph. It is looked
 up among those that live; nothing here keeps one alive.
 
-**Plans** cross as their tensors, with their key in a tensor on the host. They live as long as the graph holds them and
+**Plans** cross as one tensor, with their key in another on the host. They live as long as the graph holds them and
 are saved for backward like any tensor, so any number of forwards may precede their backwards, or have none.
 
 **Order.** Ranks must call collectives in the same order, and compilers do move calls that do not depend on each other.
@@ -31,14 +31,15 @@ from torch import Tensor
 from torch.library import custom_op
 
 from moonep.arguments import describe
+from moonep.dims import Dims
 from moonep.nn import layer
 from moonep.nn.layer import INPUTS, ROWS, TOKENS
+from moonep.plan import PlanLayout
 
 if TYPE_CHECKING:
     from moonep.nn.routed import RoutedExperts
 
 NUM_SAVED = 4  # rows, their route weights, and their products with gate and up
-NUM_PLAN_TENSORS = 10
 
 _numbers = itertools.count(1)
 _living: weakref.WeakValueDictionary[int, RoutedExperts] = weakref.WeakValueDictionary()
@@ -93,7 +94,7 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):
     "moonep::routed_experts",
     mutates_args=(),
     schema="(Tensor after, Tensor number, Tensor hidden, Tensor route_weights, Tensor topk_experts, Tensor? anchor, "
-    f"int slot_set, str save, int[] sizes) -> ({', '.join(['Tensor'] * (1 + NUM_SAVED + NUM_PLAN_TENSORS + 1))})",
+    f"int slot_set, str save, int[] sizes) -> ({', '.join(['Tensor'] * (1 + NUM_SAVED + 3))})",
     tags=_tags,
 )
 @torch.no_grad()
@@ -122,7 +123,8 @@ def routed_experts(
 
     Returns:
         output [s, H]; rows [C, H], route weights [C], products with gate and up [C, F], undefined past the plan's last
-        offset, or [0] where `save` does not ask for them; the plan's tensors; its key [] int64 on the host.
+        offset, or [0] where `save` does not ask for them; the load [R, E] int32; the plan, packed; its key [] int64 on
+        the host.
     """
     routed = _find(number)
     if wrong := routed.managed_by_ddp():
@@ -142,13 +144,13 @@ def routed_experts(
         saved[: len(kept)] = [_extend(tensor, routed.buffer.dims.C) for tensor in kept]
     with torch.inference_mode(False):  # the next call may save it for backward
         key = torch.tensor(plan.key, device="cpu")
-    return output, *saved, *plan.tensors(), key
+    return output, *saved, plan.load.clone(), plan.packed, key
 
 
 @custom_op(
     "moonep::routed_experts_backward",
     mutates_args=(),
-    schema="(Tensor before, Tensor number, Tensor grad_output, Tensor[] saved, Tensor[] plan, Tensor key, "
+    schema="(Tensor before, Tensor number, Tensor grad_output, Tensor[] saved, Tensor plan, Tensor key, "
     "int slot_set, str save, int top_k) -> (Tensor, Tensor, Tensor)",
     tags=_tags,
 )
@@ -158,7 +160,7 @@ def routed_experts_backward(
     number: Tensor,
     grad_output: Tensor,
     saved: Sequence[Tensor],
-    plan: Sequence[Tensor],
+    plan: Tensor,
     key: Tensor,
     slot_set: int,
     save: str,
@@ -226,9 +228,9 @@ def _(
         saved[:2] = [hidden.new_empty(C, H), route_weights.new_empty(C)]
     if save == ROWS:
         saved[2:] = [hidden.new_empty(C, F), hidden.new_empty(C, F)]
-    plan_shapes = [(R, E), (E, R), (R, B), (E + B,), (E + B, 2), (2,), (s * K,), (s * min(R, K),), (R,), (R, S, K)]
-    plan = [hidden.new_empty(shape, dtype=torch.int32) for shape in plan_shapes]
-    return hidden.new_empty(hidden.shape), *saved, *plan, torch.empty((), dtype=torch.int64, device="cpu")
+    load = hidden.new_empty(R, E, dtype=torch.int32)
+    plan = hidden.new_empty(PlanLayout(Dims(S=S, K=K, E=E, R=R, H=H, B=B)).length(s), dtype=torch.int32)
+    return hidden.new_empty(hidden.shape), *saved, load, plan, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @routed_experts_backward.register_fake
@@ -237,7 +239,7 @@ def _(
     number: Tensor,
     grad_output: Tensor,
     saved: Sequence[Tensor],
-    plan: Sequence[Tensor],
+    plan: Tensor,
     key: Tensor,
     slot_set: int,
     save: str,
@@ -255,18 +257,17 @@ def _(number: Tensor, name: str, given: Tensor, expected: str) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     after, number, hidden, route_weights, topk_experts, _, slot_set, save, _ = inputs
-    saved, plan, key = output[1 : 1 + NUM_SAVED], output[1 + NUM_SAVED : -1], output[-1]
+    saved, (plan, key) = output[1 : 1 + NUM_SAVED], output[-2:]
     tensors = {ROWS: saved, INPUTS: saved[:2]}.get(save, (hidden, route_weights))
-    ctx.save_for_backward(number, key, *tensors, *plan)
-    ctx.lane, ctx.num_saved = Lane.of(after, key), len(tensors)
+    ctx.save_for_backward(number, key, plan, *tensors)
+    ctx.lane = Lane.of(after, key)
     ctx.slot_set, ctx.save, ctx.top_k = slot_set, save, topk_experts.shape[1]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros for those
 
 
 def _differentiate(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    number, key, *tensors = ctx.saved_tensors
-    saved, plan = tensors[: ctx.num_saved], tensors[ctx.num_saved :]
+    number, key, plan, *saved = ctx.saved_tensors
     before = key if ctx.lane.last is None else ctx.lane.last
     grad_hidden, grad_weights, grad_anchor = routed_experts_backward(
         before, number, grad_output, saved, plan, key, ctx.slot_set, ctx.save, ctx.top_k

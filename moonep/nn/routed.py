@@ -167,8 +167,8 @@ class RoutedExperts(NotCopied):
     @property
     def plan(self) -> Plan | None:
         if isinstance(self._plan, list):
-            *tensors, key = self._plan
-            self._plan = self.buffer.plan_of(tensors, int(key))
+            _, packed, key = self._plan
+            self._plan = self.buffer.plan_of(packed, int(key))
         return self._plan
 
     def refuse(self, name: str, given: Tensor, expected: str) -> Tensor:

@@ -101,7 +101,8 @@ def _describe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lau
             signature[parameter.name] = f"tensordesc<{element}{list(value.block_shape)}{layout}>"
         elif isinstance(value, Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
-            divisible.append(i)
+            if value.data_ptr() % 16 == 0:
+                divisible.append(i)
         else:
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if not parameter.do_not_specialize and value % 16 == 0:
