@@ -9,9 +9,18 @@ it found and what that costs; the kernels that come next pick the winner with `c
                      (targets within the limits)  (the equal shares)
 
 A candidate is one sequence of up to R choices, each of which depends on the one before: its time is that of R choices.
-What is known of a rank is a lane of a vector over ranks, in registers; a choice is two reductions over it: the best
-value, then the lowest rank that has it. A program is one warp: these are two instructions. What is left of each
-expert lies in memory, in practice in the L1 cache, and a donor's experts are loaded when it gives.
+What is known of a rank is a lane of a vector over ranks, in registers, and a program is one warp: a reduction is one
+instruction, and a choice is one reduction. For that, a value and its rank are one integer, their *key*: value * N +
+rank, with N a power of two. The least key has the least value and, among equals, the lowest rank. `key ^ -N` flips the
+bits of the value alone: its least has the largest value and, among equals, the lowest rank. With N = 32:
+
+    balances of ranks 0 to 2    5      5     -3
+    key                       160    161    -94     the least, -94: rank 2 with -3
+    key ^ -N                 -192   -191     66     the least, -192: rank 0 with 5
+
+Sums and comparisons of values are those of keys: values are kept as multiples of N meanwhile. What is left of each
+expert lies in memory, in practice in the L1 cache, and a donor's experts are loaded when it gives. Which of them give
+bears on no balance: that is computed beside the next choice, so that the warp waits for both at the same time.
 
 All loops are bounded whatever the data, so that no load, not even a senseless one, can hang a GPU.
 """
