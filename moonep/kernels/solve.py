@@ -9,9 +9,18 @@ it found and what that costs; the kernels that come next pick the winner with `c
                      (targets within the limits)  (the equal shares)
 
 A candidate is one sequence of up to R choices, each of which depends on the one before: its time is that of R choices.
-What is known of a rank is a lane of a vector over ranks, in registers; a choice is two reductions over it: the best
-value, then the lowest rank that has it. A program is one warp: these are two instructions. What is left of each
-expert lies in memory, in practice in the L1 cache, and a donor's experts are loaded when it gives.
+What is known of a rank is a lane of a vector over ranks, in registers, and a program is one warp: a reduction is one
+instruction, and a choice is one reduction. For that, a value and its rank are one integer, their *key*: value * N +
+rank, with N a power of two. The least key has the least value and, among equals, the lowest rank. `key ^ -N` flips the
+bits of the value alone: its least has the largest value and, among equals, the lowest rank. With N = 32:
+
+    balances of ranks 0 to 2    5      5     -3
+    key                       160    161    -94     the least, -94: rank 2 with -3
+    key ^ -N                 -192   -191     66     the least, -192: rank 0 with 5
+
+Sums and comparisons of values are those of keys: values are kept as multiples of N meanwhile. What is left of each
+expert lies in memory, in practice in the L1 cache, and a donor's experts are loaded when it gives. Which of them give
+bears on no balance: that is computed beside the next choice, so that the warp waits for both at the same time.
 
 All loops are bounded whatever the data, so that no load, not even a senseless one, can hang a GPU.
 """
@@ -37,6 +46,7 @@ NUM_POLICIES = tl.constexpr(len(POLICIES))
 PPM = tl.constexpr(_dims.PPM)
 INT_MAX = tl.constexpr(2**31 - 1)
 INT_MIN = tl.constexpr(-(2**31))
+INT64_MAX = tl.constexpr(2**63 - 1)
 # Both costs of a candidate that does not apply: more than those of any that does.
 NOT_APPLICABLE = tl.constexpr(2**30)
 # Rows of the load that are loaded together; the next ones are on their way meanwhile.
@@ -94,7 +104,7 @@ def launch_solve(load_RE: Tensor, status: Tensor, out: Solution, dims: Dims) -> 
     _solve_candidates_kernel[(out.cost.shape[0],)](
         load_RE, status, *tensors, d.balance.eps_ppm, d.balance.slack, d.max_rows, load_stride=load_RE.stride(0),
         TOLERANT=not d.balance.exact, R=d.R, L=d.L, RP=_lanes(d.R), LP=_lanes(d.L), TILE=1024 * num_warps,
-        num_warps=num_warps,
+        WIDE=_keys_are_wide(d), num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -116,7 +126,7 @@ def solve_agreed(load_RE: Tensor, out: Solution, dims: Dims, signals: Signals, r
             Given("operation"), Given("number"), limit,
         ),
         load_stride=load_RE.stride(0), TOLERANT=not d.balance.exact, R=d.R, L=d.L, RP=_lanes(d.R), LP=_lanes(d.L),
-        TILE=1024 * num_warps, BP=next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
+        TILE=1024 * num_warps, WIDE=_keys_are_wide(d), BP=next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
         num_warps=num_warps,
     )  # fmt: skip
 
@@ -135,6 +145,12 @@ def _num_warps(dims: Dims) -> int:
 def _lanes(n: int) -> int:
     """Length of a vector of n elements: a power of two, and a warp at least, which reduces in one instruction."""
     return max(32, next_power_of_2(n))
+
+
+def _keys_are_wide(dims: Dims) -> bool:
+    """Whether keys need 64 bits: counts and limits, times two indices a rank or an expert, and a sign."""
+    d = dims
+    return max(d.R * d.A, d.max_rows) * 2 * max(_lanes(d.R), _lanes(d.L)) > 1 << 31
 
 
 def choose(cost: Tensor) -> int:
@@ -157,26 +173,32 @@ def read_allocation(candidate: int, solution: Solution, dims: Dims) -> Tensor | 
     return alloc_ER
 
 
+@triton.constexpr_function
+def _log2(n: int) -> int:
+    return n.bit_length() - 1
+
+
 @triton.jit
 def chosen(cost, MODES: tl.constexpr):
     """The winner's index, of 4 * MODES candidates. The exact plans of mode 2 come last, so they win no ties."""
     c = tl.arange(0, NUM_POLICIES * MODES)
     busiest, total = tl.load(cost + 2 * c), tl.load(cost + 2 * c + 1)
     total = tl.where(busiest == tl.min(busiest, 0), total, INT_MAX)
-    return _first_min(total, c, NUM_POLICIES * MODES)[1]
+    return tl.min(tl.where(total == tl.min(total, 0), c, NUM_POLICIES * MODES), 0)
 
 
 @triton.jit(do_not_specialize=["eps_ppm", "slack", "max_rows"])
 def _solve_candidates_kernel(
     load_RE, status, left, given, donor, cost, eps_ppm, slack, max_rows, load_stride: tl.constexpr,
     TOLERANT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program c computes candidate c. Example: see `launch_solve`."""
     if tl.load(status) != 0:
         return
     _solve_candidate(
         tl.program_id(0), load_RE, left, given, donor, cost, eps_ppm, slack, max_rows, load_stride, TOLERANT, R, L, RP,
-        LP, TILE,
+        LP, TILE, WIDE,
     )  # fmt: skip
 
 
@@ -185,7 +207,7 @@ def _agree_kernel(
     load_RE, left, given, donor, cost, eps_ppm, slack, max_rows, signals, signal_stride, faults, fault_stride, epoch,
     status, host_status, rank, operation, number, limit, load_stride: tl.constexpr,
     TOLERANT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, TILE: tl.constexpr,
-    BP: tl.constexpr, NF: tl.constexpr, TIMER: tl.constexpr,
+    WIDE: tl.constexpr, BP: tl.constexpr, NF: tl.constexpr, TIMER: tl.constexpr,
 ):  # fmt: skip
     """Program c waits for all loads and computes candidate c."""
     failed = wait(
@@ -195,7 +217,7 @@ def _agree_kernel(
     if failed == 0:
         _solve_candidate(
             tl.program_id(0), load_RE, left, given, donor, cost, eps_ppm, slack, max_rows, load_stride, TOLERANT, R, L,
-            RP, LP, TILE,
+            RP, LP, TILE, WIDE,
         )  # fmt: skip
 
 
@@ -203,12 +225,13 @@ def _agree_kernel(
 def _solve_candidate(
     c, load_RE, left, given, donor, cost, eps_ppm, slack, max_rows, load_stride: tl.constexpr,
     TOLERANT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     left_E = left + c * (R * L)
     given_RL = given + c * (R * L)
     rank = tl.arange(0, RP)
 
-    homes, reach = _sum_load(load_RE, left_E, load_stride, R, L, RP, TILE)
+    homes = _sum_load(load_RE, left_E, load_stride, R, L, RP, TILE)
     total = tl.sum(homes, 0)
     share = tl.where(rank < R, total // R + (rank < total % R).to(tl.int32), 0)
     target = share
@@ -216,17 +239,17 @@ def _solve_candidate(
         if c < NUM_POLICIES:
             tolerance = tl.maximum((total // R).to(tl.int64) * eps_ppm // PPM, slack).to(tl.int32)
             limit = tl.where(rank < R, tl.minimum(share + tolerance, max_rows), 0)
-            target = _targets_within(homes, limit, R, RP)
+            target = _targets_within(homes, limit, R, RP, WIDE)
 
     balance = homes - target
     policy = c % NUM_POLICIES
     if policy == 0:
-        donors, busiest, copies, missing = _path(left_E, given_RL, balance, target, R, L, RP, TILE)
+        donors, busiest, copies, missing = _path(left_E, given_RL, balance, target, R, L, RP, TILE, WIDE)
     elif policy == 3:
-        donors, busiest, copies, missing = _alias(left_E, given_RL, balance, R, L, RP, LP)
+        donors, busiest, copies, missing = _alias(left_E, given_RL, balance, R, L, RP, LP, WIDE)
     else:
         donors, busiest, copies, missing = _chain(
-            left_E, given_RL, balance, reach, tl.max(target, 0), policy, R, L, RP, LP, TILE
+            left_E, given_RL, balance, tl.max(target, 0), policy, R, L, RP, LP, TILE, WIDE
         )
     tl.store(donor + c * R + rank, donors, mask=rank < R)
     tl.store(cost + c * 2, tl.where(missing == 0, busiest, NOT_APPLICABLE))
@@ -237,7 +260,7 @@ def _solve_candidate(
 def _sum_load(
     load_RE, left_E, load_stride: tl.constexpr, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Write the load of each expert to left_E; return what each rank's experts have in all, and the most of one."""
+    """Write the load of each expert to left_E; return what each rank's experts have in all."""
     E: tl.constexpr = R * L
     BLOCK: tl.constexpr = min(512, triton.next_power_of_2(E))
     for begin in range(0, E, BLOCK):
@@ -254,225 +277,283 @@ def _sum_load(
     COLUMNS: tl.constexpr = min(triton.next_power_of_2(L), max(1, TILE // RN))
     rank = tl.arange(0, RN)
     homes = tl.zeros([RN], tl.int32)
-    reach = tl.zeros([RN], tl.int32)
     for begin in range(0, L, COLUMNS):
         i = begin + tl.arange(0, COLUMNS)
         tile = left_E + rank[:, None] * L + i[None, :]
         counts = tl.load(tile, mask=(rank[:, None] < R) & (i[None, :] < L), other=0)
         homes += tl.sum(counts, 1)
-        reach = tl.maximum(reach, tl.max(counts, 1))
     # The sums lie as the tile did, several lanes to a rank. Gathered, they lie one rank a lane; so does what follows.
     lane = tl.arange(0, RP)
     there = tl.minimum(lane, RN - 1)
-    homes = tl.where(lane < RN, tl.gather(homes, there, 0), 0)
-    reach = tl.where(lane < RN, tl.gather(reach, there, 0), 0)
-    return homes, reach
+    return tl.where(lane < RN, tl.gather(homes, there, 0), 0)
 
 
 @triton.jit
-def _targets_within(homes, limit, R: tl.constexpr, RP: tl.constexpr):
+def _targets_within(homes, limit, R: tl.constexpr, RP: tl.constexpr, WIDE: tl.constexpr):
     """`policy.targets_within`: down to the limits, and what that sheds to the largest rooms."""
     rank = tl.arange(0, RP)
     target = tl.minimum(homes, limit)
-    excess = tl.sum(homes - target, 0)
+    room = _key(limit - target, rank, RP, WIDE)
+    excess = _key(tl.sum(homes - target, 0), 0, RP, WIDE)
     step = 0
     while (excess > 0) & (step < R):
-        room, r = _first_max(limit - target, rank, RP)
-        taken = tl.minimum(room, excess)
-        target += tl.where(rank == r, taken, 0)
+        best = tl.min(room ^ -RP, 0)
+        taken = tl.minimum(~best & -RP, excess)
+        room -= tl.where(rank == (best & (RP - 1)), taken, 0)
         excess -= taken
         step += 1
-    return target
+    return limit - _value(room, RP)
 
 
 @triton.jit
 def _path(
-    left_E, given_RL, balance, target, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr
+    left_E, given_RL, balance, target, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """`policy.path`. Each rank gives once at most: who gives what to whom is settled first, then all give at once."""
+    LAST: tl.constexpr = INT64_MAX if WIDE else INT_MAX
+    DONE: tl.constexpr = -LAST - 1
     rank = tl.arange(0, RP)
+    key = tl.where(balance != 0, _key(balance, rank, RP, WIDE), DONE)
     donors = tl.full([RP], -1, tl.int32)
-    receivers = tl.full([RP], -1, tl.int32)
-    gets = tl.zeros([RP], tl.int32)
-    gives = tl.zeros([RP], tl.int32)
-    surplus, last, step = 0, 0, 0
+    gets = tl.zeros_like(key)
+    surplus = tl.sum(gets, 0)
+    last, step = -1, 0
     while step < R:
         # The running surplus picks the largest deficit that it fills, which is the least balance, else the smallest
         # surplus, which is the least balance too. At 0 a line starts, from the largest surplus.
-        fits = (balance > 0) | ((balance < 0) & (balance + surplus >= 0))
-        # (~ and not -: the ptxas of CUDA 12.8 loses the sign of what goes into a minimum of three, on sm_90.)
-        start = tl.where(balance > 0, ~balance, INT_MAX)
-        best, r = _first_min(tl.where(surplus == 0, start, tl.where(fits, balance, INT_MAX)), rank, RP)
-        if best == INT_MAX:
+        flip = tl.where(surplus == 0, -RP, 0)
+        best = tl.min(tl.where(key >= -surplus, key ^ flip, LAST), 0)
+        if best == LAST:
             step = R
         else:
-            if surplus == 0:
-                surplus = ~best
-            else:
-                donors = tl.where(rank == r, last, donors)
-                gets = tl.where(rank == r, surplus, gets)
-                receivers = tl.where(rank == last, r, receivers)
-                gives = tl.where(rank == last, surplus, gives)
-                surplus += best
-            balance = tl.where(rank == r, 0, balance)  # on a line now
-            last = r
+            r = (best & (RP - 1)).to(tl.int32)
+            here = rank == r
+            key = tl.where(here, DONE, key)
+            donors = tl.where(here, last, donors)
+            gets = tl.where(here, surplus, gets)
+            surplus += (best ^ flip) & -RP
+            last = tl.where(surplus == 0, -1, r)
             step += 1
-    missing = tl.max(tl.where((balance != 0) | (gets > target), 1, 0), 0) | surplus
-    busiest, copies, rest = _give_all(left_E, given_RL, receivers, tl.where(missing == 0, gives, 0), R, L, TILE)
+    gets = _value(gets, RP)
+    missing = tl.max(((key != DONE) | (gets > target)).to(tl.int32), 0) | (surplus != 0).to(tl.int32)
+    gets = tl.where(missing == 0, gets, 0)
+    busiest, copies, rest = _give_all(left_E, given_RL, donors, gets, R, L, TILE, WIDE)
     return donors, busiest, copies, missing | rest
 
 
 @triton.jit
 def _alias(
-    left_E, given_RL, balance, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr
+    left_E, given_RL, balance, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """`policy.alias`."""
+    """`policy.alias`. The next choice needs balances only, so it is made beside the copy that the last one asks for."""
     rank = tl.arange(0, RP)
+    e = _experts(L, LP)
+    key = _key(balance, rank, RP, WIDE)
     donors = tl.full([RP], -1, tl.int32)
     exports = tl.zeros([RP], tl.int32)
-    most_in, total, missing, step = 0, 0, 0, 0
-    while (step < R) & (missing == 0):
-        surplus, donor = _first_max(balance, rank, RP)
-        deficit, receiver = _first_min(balance, rank, RP)
-        if surplus > 0:
-            left = _load_left(left_E, donor, L, LP)
-            left, copies, missing = _give(left_E, given_RL, left, donor, receiver, -deficit, R, L, LP)
+    donor, receiver, quota = 0, 0, 0  # nothing to copy before the first choice
+    most_in, missing, step = 0, 0, 0
+    while (step <= R) & (missing == 0):
+        before, left, first = _begin(left_E, donor, quota, e, L, LP, WIDE)
+        most = tl.min(key ^ -RP, 0)
+        least = tl.min(key, 0)
+        copies, missing = _finish(left_E, given_RL, before, left, first, donor, receiver, quota, e, R, L, LP, WIDE)
+        exports += tl.where(rank == donor, copies, 0)
+        most_in = tl.maximum(most_in, copies)
+        donor = (most & (RP - 1)).to(tl.int32)
+        receiver = (least & (RP - 1)).to(tl.int32)
+        deficit = least & -RP
+        quota = _value(-deficit, RP)
+        if (most ^ -RP) >= RP:
+            key = tl.where(rank == receiver, rank, key) + tl.where(rank == donor, deficit, 0)
             donors = tl.where(rank == receiver, donor, donors)
-            balance = tl.where(rank == receiver, 0, balance) + tl.where(rank == donor, deficit, 0)
-            exports += tl.where(rank == donor, copies, 0)
-            most_in = tl.maximum(most_in, copies)
-            total += copies
             step += 1
         else:
-            step = R
-    missing |= tl.max(tl.abs(balance), 0)
-    return donors, tl.maximum(most_in, tl.max(exports, 0)), total, missing
+            step = R + 1
+    missing |= tl.max((key != rank).to(tl.int32), 0)
+    return donors, tl.maximum(most_in, tl.max(exports, 0)), tl.sum(exports, 0), missing
 
 
 @triton.jit
 def _chain(
-    left_E, given_RL, balance, reach, max_target, g, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr,
-    LP: tl.constexpr, TILE: tl.constexpr,
+    left_E, given_RL, balance, max_target, g, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr,
+    TILE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`policy.chain`, for g <= 2. `reach` is the largest expert of each rank.
+    """`policy.chain`, for g <= 2. As in `_alias`, the next head is chosen beside the copy that it does not depend on.
 
     What a member gives bears on no later choice: it has had its turn, and one copy does. So members give at the end,
-    all at once.
+    all at once. A part depends on exports in one way only: g = 2 and none yet halves it. So the index in a key is
+    twice the rank, and 1 more once the rank has fed a chain.
     """
+    N: tl.constexpr = 2 * RP
+    LAST: tl.constexpr = INT64_MAX if WIDE else INT_MAX
     rank = tl.arange(0, RP)
+    e = _experts(L, LP)
+    index = 2 * rank
+    key = _key(balance, index, N, WIDE)
+    max_part = _key(max_target, 0, N, WIDE)
     donors = tl.full([RP], -1, tl.int32)
-    receivers = tl.full([RP], -1, tl.int32)
-    gives = tl.zeros([RP], tl.int32)
+    gets = tl.zeros_like(key)
     exports = tl.zeros([RP], tl.int32)
-    most_in, total, missing, step = 0, 0, 0, 0
-    while (step < R) & (missing == 0):
-        surplus, h = _first_max(balance, rank, RP)
+    h, head, quota = 0, 0, 0
+    most_in, missing, step = 0, 0, 0
+    while (step <= R) & (missing == 0):
+        before, left, first = _begin(left_E, h, quota, e, L, LP, WIDE)
+        most = tl.min(key ^ -N, 0)
+        deepest = tl.min(key, 0)
+        shallowest = tl.max(tl.where(key < 0, key, -LAST), 0)
+        surplus = ~most & -N
+        halved = (g == 2) & ((most & 1) == 0)
+        part = tl.minimum(tl.where(halved, ((surplus + N) >> 1) & -N, surplus), max_part)
+        # The largest deficit of a part at most; if every deficit exceeds it, the smallest that takes all, else the
+        # largest.
+        fits = tl.min(tl.where((key < 0) & (key >= -part), key, LAST), 0)
+        takes_all = tl.min(tl.where(key < N - surplus, key ^ -N, LAST), 0)
+        choice = tl.where(fits != LAST, fits, tl.where(takes_all != LAST, takes_all ^ -N, deepest))
+        copies, missing = _finish(left_E, given_RL, before, left, first, h, head, quota, e, R, L, LP, WIDE)
+        exports += tl.where(rank == h, copies, 0)
+        most_in = tl.maximum(most_in, copies)
         if surplus > 0:
-            left = _load_left(left_E, h, L, LP)
-            exported = _at(exports, rank, h)
-            part = tl.minimum(tl.where(g - exported > 1, (surplus + 1) // 2, surplus), max_target)
-            sink = balance < 0
-            least, head = _first_min(tl.where(sink & (balance + part >= 0), balance, INT_MAX), rank, RP)
-            if least == INT_MAX:
-                # Every deficit exceeds a part: the smallest that takes all, else the largest.
-                takes_all = balance + surplus <= 0
-                _, head = _first_min(tl.where(takes_all, INT_MIN - balance, balance), rank, RP)
-                quota = -_at(balance, rank, head)
-            else:
-                quota = -least
-                spare = tl.minimum(tl.minimum(part, tl.max(left, 0)) + least, _at(reach, rank, head))
-                ahead = tl.where(rank == head, 0, -1)  # of a member: what the members before it lack
+            h = ((most & (N - 1)) // 2).to(tl.int32)
+            head = ((choice & (N - 1)) // 2).to(tl.int32)
+            needed = -(choice & -N)
+            key = tl.where(rank == head, index, key)
+            donors = tl.where(rank == head, h, donors)
+            # Nearly all chains have one member: no other deficit fits in what is left of the part.
+            if (fits != LAST) & (shallowest + part >= needed):
+                most_left = _key(_most_left(left_E, h, e, L), 0, N, WIDE)
+                spare = tl.minimum(part, most_left) - needed
                 tail, members = head, 1
                 while members < R:
+                    can_give = tl.where(_at(exports, rank, tail) < g, _most_left(left_E, tail, e, L), 0)
+                    spare = tl.minimum(spare, _key(can_give, 0, N, WIDE))
                     # Who was passed over stays too large, as `spare` only shrinks: next is the largest that fits.
-                    fits = sink & (ahead < 0) & (balance + spare >= 0)
-                    least, r = _first_min(tl.where(fits, balance, INT_MAX), rank, RP)
-                    if least == INT_MAX:
+                    best = tl.min(tl.where((key < 0) & (key >= -spare), key, LAST), 0)
+                    if best == LAST:
                         members = R
                     else:
-                        donors = tl.where(rank == r, tail, donors)
-                        receivers = tl.where(rank == tail, r, receivers)
-                        ahead = tl.where(rank == r, quota, ahead)
-                        spare = tl.minimum(spare + least, _at(reach, rank, r))
-                        quota -= least
+                        r = ((best & (N - 1)) // 2).to(tl.int32)
+                        here = rank == r
+                        donors = tl.where(here, tail, donors)
+                        gets = tl.where(here, -needed, gets)  # and all that its chain will lack, known at its end
+                        key = tl.where(here, index, key)
+                        exports += (rank == tail).to(tl.int32)
+                        deficit = best & -N
+                        spare += deficit
+                        needed -= deficit
                         tail = r
-                        total += 1
                         members += 1
-                if tail != head:
-                    # A member gets what it and all behind it lack, and gives on the latter.
-                    member = ahead >= 0
-                    gives = tl.where(member, quota - ahead + balance, gives)
-                    exports += (member & (rank != tail)).to(tl.int32)
-                    balance = tl.where(member, 0, balance)
-            left, copies, missing = _give(left_E, given_RL, left, h, head, quota, R, L, LP)
-            donors = tl.where(rank == head, h, donors)
-            balance = tl.where(rank == head, 0, balance) - tl.where(rank == h, quota, 0)
-            exports += tl.where(rank == h, copies, 0)
-            # A rank that has made g copies ends a chain.
-            reach = tl.where(rank == h, tl.where(exported + copies < g, tl.max(left, 0), 0), reach)
-            most_in = tl.maximum(most_in, copies)
-            total += copies
+                gets = tl.where(gets < 0, gets + needed, gets)
+            quota = _value(needed, N)
+            key = tl.where(rank == h, (key | 1) - needed, key)
+            index |= (rank == h).to(tl.int32)
             step += 1
         else:
-            step = R
-    missing |= tl.max(tl.abs(balance), 0)
-    _, _, rest = _give_all(left_E, given_RL, receivers, tl.where(missing == 0, gives, 0), R, L, TILE)
-    return donors, tl.maximum(most_in, tl.max(exports, 0)), total, missing | rest
+            step = R + 1
+    missing |= tl.max(((key & -N) != 0).to(tl.int32), 0)
+    gets = tl.where(missing == 0, _value(gets, N), 0)
+    _, _, rest = _give_all(left_E, given_RL, donors, gets, R, L, TILE, WIDE)
+    return donors, tl.maximum(most_in, tl.max(exports, 0)), tl.sum(exports, 0), missing | rest
 
 
 @triton.jit
-def _load_left(left_E, donor, L: tl.constexpr, LP: tl.constexpr):
+def _experts(L: tl.constexpr, LP: tl.constexpr):
+    """The experts of a rank, one a lane.
+
+    In a single warp lanes beyond L repeat the last one and do as it does, as one register a lane is loaded faster
+    without a mask. In longer vectors they are masked.
+    """
     i = tl.arange(0, LP)
-    return tl.load(left_E + donor * L + i, mask=i < L, other=0)
+    if LP == 32:
+        i = tl.minimum(i, L - 1)
+    return i
 
 
 @triton.jit
-def _give(
-    left_E, given_RL, left, donor, receiver, quota, R: tl.constexpr, L: tl.constexpr, LP: tl.constexpr
+def _most_left(left_E, donor, e, L: tl.constexpr):
+    """The largest expert of `donor`."""
+    return tl.max(tl.load(left_E + donor * L + e, mask=e < L, other=0), 0)
+
+
+@triton.jit
+def _copy(left, rest, e, LP: tl.constexpr, WIDE: tl.constexpr):
+    """One copy of `policy._Moves.cover`. Returns what is left of the experts, and the place of the one that gave.
+
+    If that is not negative, the expert went whole and did not suffice.
+    """
+    order = _copy_order(left, rest, e, LP, WIDE)
+    first = tl.min(order, 0)
+    return left - tl.where(order == first, tl.minimum(left, rest), 0), first
+
+
+@triton.jit
+def _begin(left_E, donor, quota, e, L: tl.constexpr, LP: tl.constexpr, WIDE: tl.constexpr):
+    """The first copy of `policy._Moves.cover`. Returns the donor's experts before and after, and who gave: `_copy`.
+
+    A quota of 0 changes nothing. Long vectors skip it; for short ones no branch stands between a copy and what is
+    computed beside it.
+    """
+    before = tl.zeros([LP], tl.int32)
+    left, first = before, tl.full([], -1, tl.int64 if WIDE else tl.int32)
+    if (LP <= 64) | (quota > 0):
+        before = tl.load(left_E + donor * L + e, mask=e < L, other=0)
+        left, first = _copy(before, quota, e, LP, WIDE)
+    return before, left, first
+
+
+@triton.jit
+def _finish(
+    left_E, given_RL, before, left, first, donor, receiver, quota, e, R: tl.constexpr, L: tl.constexpr,
+    LP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`policy._Moves.cover`. Returns what is left of the donor's experts, the copies, and what is missing."""
-    i = tl.arange(0, LP)
-    before, rest, copies = left, quota, 0
-    while (rest > 0) & (copies < L):
-        count, e = _first_min(_copy_order(left, rest), i, LP)
-        moved = tl.minimum(_count_of(count), rest)
-        left -= tl.where(i == e, moved, 0)
-        rest -= moved
-        copies = tl.where(moved > 0, copies + 1, L)
-    tl.store(left_E + donor * L + i, left, mask=i < L)
-    # A senseless load can have surplus only: then the receiver is a lane beyond R.
-    tl.store(given_RL + receiver * L + i, before - left, mask=(i < L) & (receiver < R))
-    tl.debug_barrier()  # other threads may load what is left
-    return left, copies, rest
+    """The further copies of `policy._Moves.cover`, and what they all gave. Returns the copies, and what is missing."""
+    copies, rest = tl.where(quota > 0, 1, 0), quota
+    if (LP <= 64) | (quota > 0):
+        while (first >= 0) & (copies < L):
+            count = _count_of(first, LP, WIDE)
+            rest -= count
+            left, first = _copy(left, rest, e, LP, WIDE)
+            copies = tl.where(count > 0, copies + 1, L)
+        tl.store(left_E + donor * L + e, left, mask=e < L)
+        # A senseless load can have surplus only: then the receiver is a lane beyond R.
+        tl.store(given_RL + receiver * L + e, before - left, mask=(e < L) & (receiver < R) & (quota > 0))
+        if LP > 32:  # else each thread loads only what it has stored itself
+            tl.debug_barrier()
+    return copies, tl.where(first >= 0, 1, 0)
 
 
 @triton.jit
-def _give_all(left_E, given_RL, receivers, gives, R: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr):
-    """`_give` for many donors of one receiver each. Returns the most copies of one, of all, and what is missing."""
+def _give_all(
+    left_E, given_RL, donors, gets, R: tl.constexpr, L: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """`policy._Moves.cover` for all receivers (gets > 0), whose donors differ.
+
+    Returns the most copies of one, of all, and what is missing.
+    """
     RN: tl.constexpr = triton.next_power_of_2(R)
     LN: tl.constexpr = triton.next_power_of_2(L)
-    DONORS: tl.constexpr = min(RN, max(1, TILE // LN))
+    RECEIVERS: tl.constexpr = min(RN, max(1, TILE // LN))
     i = tl.arange(0, LN)[None, :]
     busiest, total, missing = 0, 0, 0
-    for begin in range(0, RN, DONORS):
-        donor = begin + tl.arange(0, DONORS)
-        receiver, rest = tl.gather(receivers, donor, 0), tl.gather(gives, donor, 0)
-        mine = left_E + donor[:, None] * L + i
+    tl.debug_barrier()  # other threads have stored what is left
+    for begin in range(0, RN, RECEIVERS):
+        receiver = begin + tl.arange(0, RECEIVERS)
+        donor, rest = tl.gather(donors, receiver, 0), tl.gather(gets, receiver, 0)
+        theirs = left_E + donor[:, None] * L + i
         giving = (rest > 0)[:, None] & (i < L)
-        before = tl.load(mine, mask=giving, other=0)
+        before = tl.load(theirs, mask=giving, other=0)
         left = before
-        copies = tl.zeros([DONORS], tl.int32)
+        copies = tl.zeros([RECEIVERS], tl.int32)
         step = 0
         while (tl.max(rest, 0) > 0) & (step < L):
-            order = _copy_order(left, rest[:, None])
-            least = tl.min(order, 1)
-            e = tl.min(tl.where(order == least[:, None], i, LN), 1)
-            moved = tl.minimum(_count_of(least), rest)
-            left -= tl.where(i == e[:, None], moved[:, None], 0)
-            rest -= moved
-            copies += (moved > 0).to(tl.int32)
+            order = _copy_order(left, rest[:, None], i, LN, WIDE)
+            first = tl.min(order, 1)
+            left -= tl.where(order == first[:, None], tl.minimum(left, rest[:, None]), 0)
+            copies += (rest > 0).to(tl.int32)
+            rest = tl.where(first < 0, 0, rest - _count_of(first, LN, WIDE))
             step += 1
-        tl.store(mine, left, mask=giving)
+        tl.store(theirs, left, mask=giving)
         tl.store(given_RL + receiver[:, None] * L + i, before - left, mask=giving)
         busiest = tl.maximum(busiest, tl.max(copies, 0))
         total += tl.sum(copies, 0)
@@ -481,29 +562,31 @@ def _give_all(left_E, given_RL, receivers, gives, R: tl.constexpr, L: tl.constex
 
 
 @triton.jit
-def _copy_order(left, rest):
+def _key(values, index, N: tl.constexpr, WIDE: tl.constexpr):
+    """(value, index) in one integer, index below N, a power of two. What makes 32 bits suffice: `_keys_are_wide`."""
+    return values.to(tl.int64 if WIDE else tl.int32) * N + index
+
+
+@triton.jit
+def _value(key, N: tl.constexpr):
+    """The value in a key."""
+    BITS: tl.constexpr = _log2(N)
+    return (key >> BITS).to(tl.int32)
+
+
+@triton.jit
+def _copy_order(left, rest, e, N: tl.constexpr, WIDE: tl.constexpr):
     """The least is copied next: those that cover the rest alone, ascending (negative), then the others, descending."""
-    return tl.where(left >= rest, left + INT_MIN, INT_MAX - left)
+    FIRST: tl.constexpr = -INT64_MAX - 1 if WIDE else INT_MIN
+    key = _key(left, e, N, WIDE)
+    return tl.where(left >= rest, key, key ^ -N) ^ FIRST
 
 
 @triton.jit
-def _count_of(order):
-    """The inverse of `_copy_order`."""
-    return tl.where(order < 0, order - INT_MIN, INT_MAX - order)
-
-
-@triton.jit
-def _first_min(values, index, N: tl.constexpr):
-    """The least value, and the first index (below N) that has it. (A reduction of pairs costs more than these two.)"""
-    least = tl.min(values, 0)
-    return least, tl.min(tl.where(values == least, index, N), 0)
-
-
-@triton.jit
-def _first_max(values, index, N: tl.constexpr):
-    """The largest value, and the first index (below N) that has it."""
-    largest = tl.max(values, 0)
-    return largest, tl.min(tl.where(values == largest, index, N), 0)
+def _count_of(order, N: tl.constexpr, WIDE: tl.constexpr):
+    """The count of an expert that does not cover the rest, from its place in that order."""
+    FIRST: tl.constexpr = -INT64_MAX - 1 if WIDE else INT_MIN
+    return _value(order ^ FIRST ^ -N, N)
 
 
 @triton.jit
