@@ -22,6 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 SIZES = {
     "R2-E384": (Dims(S=8192, K=8, E=384, R=2, H=7168, B=192), torch.bfloat16),
+    "R1-E16": (Dims(S=64, K=2, E=16, R=1, H=256, B=16), torch.bfloat16),
     "R4-E28-no-slots": (Dims(S=33, K=3, E=28, R=4, H=1440, B=0, P=16), torch.bfloat16),
     "R8-E64-spill-tolerance": (Dims(S=512, K=6, E=64, R=8, H=2880, B=3, balance=Balance.parse(0.01)), torch.float16),
 }

@@ -243,7 +243,9 @@ def _solve_candidate(
 
     balance = homes - target
     policy = c % NUM_POLICIES
-    if policy == 0:
+    if R == 1:  # nobody to give to; Triton 3.6 does not compile the chains of one rank
+        donors, busiest, copies, missing = tl.full([RP], -1, tl.int32), 0, 0, 0
+    elif policy == 0:
         donors, busiest, copies, missing = _path(left_E, given_RL, balance, target, R, L, RP, TILE, WIDE)
     elif policy == 3:
         donors, busiest, copies, missing = _alias(left_E, given_RL, balance, R, L, RP, LP, WIDE)
