@@ -4,9 +4,9 @@ Rows of a group are cut into tiles of a fixed number of rows. Which group and ro
 only: `Tiles` lists them once a layer call, and every product walks the list. Operands come by tensor descriptors, which
 the compiler turns into bulk copies where there are any.
 
-A grid has as many programs as there can be tiles: those without one end at once, and those that end give room to other
-kernels, such as those that move weights meanwhile. For the groups that are not the first, which may have few rows, each
-multiprocessor has one program: thousands that end at once would take longer than what is to do.
+A grid has as many programs as there can be tiles. Those without one end at once; those that end give room to kernels that
+move weights meanwhile, and then to the next ones. Programs that stay would each have a fixed share of the tiles, and those that
+find no room beside such a kernel would begin theirs when all others are through.
 """
 
 from __future__ import annotations
@@ -133,31 +133,31 @@ def _add_product(a, b, sums, INTERPRET: tl.constexpr):
     return tl.dot(a, b, sums, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit
 def _multiply_kernel(
-    x, weights, x_too, weights_too, y, offsets, tiles, bounds, programs,
+    x, weights, x_too, weights_too, y, offsets, tiles, bounds,
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FROM: tl.constexpr, TO: tl.constexpr, TRANSPOSED: tl.constexpr, TWO: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Program p: every programs-th block of (tile, columns). y = x W, or, if TWO, x W + x_too W_too."""
+    """Program p: one tile, columns p % (N / BN). y = x W, or, if TWO, x W + x_too W_too."""
     columns = tl.cdiv(N, BN)
-    first, last = tl.load(bounds + FROM), tl.load(bounds + TO)
-    for block in range(tl.program_id(0), (last - first) * columns, programs):
-        t, n = first + block // columns, block % columns * BN
-        g = tl.load(tiles + 2 * t)
-        row = tl.load(tiles + 2 * t + 1)
-        sums = tl.zeros((BM, BN), tl.float32)
+    t, n = tl.load(bounds + FROM) + tl.program_id(0) // columns, tl.program_id(0) % columns * BN
+    if t >= tl.load(bounds + TO):
+        return
+    g = tl.load(tiles + 2 * t)
+    row = tl.load(tiles + 2 * t + 1)
+    sums = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        b = _weight_block(weights, g, n, k, TRANSPOSED, BN, BK)
+        sums = _add_product(x.load([row, k]), b, sums, INTERPRET)
+    if TWO:
         for k in range(0, K, BK):
-            b = _weight_block(weights, g, n, k, TRANSPOSED, BN, BK)
-            sums = _add_product(x.load([row, k]), b, sums, INTERPRET)
-        if TWO:
-            for k in range(0, K, BK):
-                b = _weight_block(weights_too, g, n, k, TRANSPOSED, BN, BK)
-                sums = _add_product(x_too.load([row, k]), b, sums, INTERPRET)
-        rows, cols = row + tl.arange(0, BM), n + tl.arange(0, BN)
-        keep = (rows < tl.load(offsets + g))[:, None] & (cols < N)[None, :]
-        at = y + rows.to(tl.int64)[:, None] * N + cols[None, :]
-        tl.store(at, round_to(sums, y.dtype.element_ty, INTERPRET), mask=keep)
+            b = _weight_block(weights_too, g, n, k, TRANSPOSED, BN, BK)
+            sums = _add_product(x_too.load([row, k]), b, sums, INTERPRET)
+    rows, cols = row + tl.arange(0, BM), n + tl.arange(0, BN)
+    keep = (rows < tl.load(offsets + g))[:, None] & (cols < N)[None, :]
+    at = y + rows.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(at, round_to(sums, y.dtype.element_ty, INTERPRET), mask=keep)
 
 
 @triton.jit(do_not_specialize=["quads"])
@@ -224,11 +224,10 @@ def multiply(
     x_too, weight_too = pairs[-1]
     K, N = x.shape[1], y.shape[1]
     box = (b.columns, b.depth) if transposed else (b.depth, b.columns)
-    most = len(tiles.tiles) * ceil_div(N, b.columns)
-    programs = min(most, _multiprocessors(y.device)) if part == OTHER_GROUPS else most
+    programs = len(tiles.tiles) * ceil_div(N, b.columns)
     args = (
         _rows(x, b.rows, b.depth), _weights(weight, box), _rows(x_too, b.rows, b.depth), _weights(weight_too, box),
-        y, tiles.offsets, tiles.tiles, tiles.bounds, programs,
+        y, tiles.offsets, tiles.tiles, tiles.bounds,
     )  # fmt: skip
     launch(
         _multiply_kernel,
@@ -279,11 +278,6 @@ def add_weight_grad(tiles: Tiles, x: Tensor, grad_y: Tensor, grad: Tensor, token
         WHOLE=token_padding % b.depth == 0,
         INTERPRET=interpreting(),
     )
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _rows(rows: Tensor, height: int, width: int) -> TensorDescriptor:
