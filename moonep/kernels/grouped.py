@@ -4,9 +4,9 @@ Rows of a group are cut into tiles of a fixed number of rows. Which group and ro
 only: `Tiles` lists them once a layer call, and every product walks the list. Operands come by tensor descriptors, which
 the compiler turns into bulk copies where there are any.
 
-A grid has as many programs as there can be tiles. Those without one end at once; those that end give room to kernels that
-move weights meanwhile, and then to the next ones. Programs that stay would each have a fixed share of the tiles, and those that
-find no room beside such a kernel would begin theirs when all others are through.
+A grid has as many programs as there can be tiles. Those without one end at once; those that end give room to kernels
+that move weights meanwhile. Programs that stay would each have a fixed share of the tiles, and those that find no room
+beside such a kernel would begin theirs when all others are through.
 """
 
 from __future__ import annotations
