@@ -334,6 +334,52 @@ def test_inputs_of_any_floating_dtype_go_through_experts_and_shared_expert(ranks
         assert error < 0.02
 
 
+def run_under_autocast(router: str, save: str) -> list[str]:
+    """What autocast changes in a layer that says itself what it computes in."""
+    layer = make_layer(3, router=router, save=save)
+    xs, grads = make_batch(5)
+    results = []
+    for enabled in (False, True):
+        layer.zero_grad()
+        x = xs[dist.get_rank()].clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = layer(x)
+        y.backward(grads[dist.get_rank()])
+        router_grad = layer.router.weight.grad.clone()
+        results.append({"y": y.detach(), "dx": x.grad, "router": router_grad, **expert_grads(layer)})
+    return [name for name, want in results[0].items() if not torch.equal(results[1][name], want)]
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("save", ["rows", "tokens"])
+def test_router_and_experts_are_the_same_under_autocast(ranks, router, save):
+    assert ranks(2).run(run_under_autocast, router, save) == [[], []]
+
+
+def differentiate_twice(pieces: bool) -> str:
+    """-> what is said about a second derivative"""
+    layer = make_layer(3)
+    x = make_batch(5)[0][0].requires_grad_()
+    y = layer(x)
+    if pieces:
+        ids, weights, _ = layer.router(x.detach())
+        sent = functional.dispatch(layer.buffer, x, weights, ids, layer.pool)
+        rows = experts(layer.pool, sent.plan, sent.hidden, sent.route_weights)
+        y = functional.combine(layer.buffer, sent.plan, rows, layer.pool)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    try:
+        (grad.sum() + x.square().sum()).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_second_derivative_is_refused(ranks, pieces):
+    (message,) = ranks(1).run(differentiate_twice, pieces)
+    assert "differentiate twice" in message
+
+
 def give_bad_input(kind: str) -> tuple[str, str, float]:
     """Rank 1 gives a layer what it cannot take. -> error and message of this rank, and its time"""
     layer = make_layer(3, timeout_s=30.0)
