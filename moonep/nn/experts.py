@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonep.dims import Dims
 from moonep.nn import grouped
@@ -54,6 +55,7 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         hidden, route_weights, *products = ctx.saved_tensors
         grad_out = grad_out.contiguous()
