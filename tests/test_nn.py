@@ -406,6 +406,25 @@ def test_a_second_derivative_is_refused(ranks, pieces):
     assert "differentiate twice" in message
 
 
+def give_experts(hidden: dict[str, Any], route_weights: dict[str, Any]) -> str:
+    layer = make_layer(3)
+    ids, weights, _ = layer.router(torch.zeros(4, H))
+    plan = functional.dispatch(layer.buffer, torch.zeros(4, H), weights, ids).plan
+    C = plan.dims.C
+    try:
+        experts(layer.pool, plan, torch.zeros(C, H).to(**hidden), torch.zeros(C).to(**route_weights))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_experts_refuse_what_is_not_rows_of_the_pool(ranks):
+    (message,) = ranks(1).run(give_experts, {"dtype": torch.bfloat16}, {})
+    assert message.startswith("hidden: given [") and message.endswith("32] float32 on cpu")
+    (message,) = ranks(1).run(give_experts, {}, {"dtype": torch.float64})
+    assert message.startswith("route_weights: given [") and message.endswith("] float32 on cpu")
+
+
 def give_bad_input(kind: str) -> tuple[str, str, float]:
     """Rank 1 gives a layer what it cannot take. -> error and message of this rank, and its time"""
     layer = make_layer(3, timeout_s=30.0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moonep.arguments import check_tensor
 from moonep.dims import Dims
 from moonep.nn import grouped
 from moonep.nn.graphs import outside_graphs
@@ -31,8 +32,14 @@ def experts(pool: ExpertPool, plan: Plan, hidden: Tensor, route_weights: Tensor,
 
     Returns:
         [C, H]; rows past the plan's last offset are undefined.
+
+    Raises:
+        ValueError: a bad argument.
     """
     check_pool(pool, plan.dims)
+    C, weight = plan.dims.C, pool.local["gate"]
+    check_tensor("hidden", hidden, (C, weight.shape[1]), (weight.dtype,), weight.device, contiguous=False)
+    check_tensor("route_weights", route_weights, (C,), (torch.float32,), weight.device, contiguous=False)
     return _Experts.apply(pool, plan, slot_set, hidden, route_weights)
 
 
