@@ -501,8 +501,8 @@ class ExpertPool(NotCopied):
     def ready_gradients(self) -> None:
         """Prepare `local_grad` for accumulation: honour what the optimizer did to `master[...].grad` since.
 
-        `zero_grad(set_to_none=True)` means that gradients start from zero; a gradient that was replaced is taken over. A
-        frozen parameter has none: an optimizer with weight decay would change it for one of zeros.
+        `zero_grad(set_to_none=True)` means that gradients start from zero; a gradient that was replaced is taken over.
+        A frozen parameter has none: an optimizer with weight decay would change it for one of zeros.
         """
         for name, parameter in self.master.items():
             if not parameter.requires_grad:
