@@ -93,13 +93,18 @@ def test_bulk_movers_compile_and_order_memory(size, arch):
         assert negated_in_minima_of_three(ptx) == [], launch.name
 
 
+def call_bulk_weights(dtype: torch.dtype, lines: int) -> None:
+    """Weights of a dtype into slots, and gradients home."""
+    weights, slots = torch.zeros(12, lines, 256, dtype=dtype), torch.zeros(2, 4, lines, 256)
+    copies, status = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    bulk_weights.fill_slots(weights, weights[8:], copies, status, 0, 16)
+    bulk_weights.add_slots(slots[0].clone(), slots, copies, status, 0, 16)
+
+
 @pytest.mark.parametrize("arch", (90, 100))
 def test_weights_move_in_bulk_with_several_loads_on_their_way(arch):
-    weights, slots = torch.zeros(12, 64, 256), torch.zeros(2, 4, 64, 256)
-    copies, status = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     with record_launches() as launches:
-        bulk_weights.fill_slots(weights, slots[0], copies, status, 0, 16)
-        bulk_weights.add_slots(weights[:4], slots, copies, status, 0, 16)
+        call_bulk_weights(torch.float32, 64)
     assert len(launches) == 2
     for launch in launches:
         compiled = launch.compile(arch)
@@ -111,26 +116,25 @@ def test_weights_move_in_bulk_with_several_loads_on_their_way(arch):
         assert ".bulk_group" in compiled.asm["ptx"], "stores must be bulk copies"
 
 
-def product_launches(dtype: torch.dtype, major: int) -> list[Launch]:
-    """All products and activations of a layer, recorded."""
-    C, H, F, G = 1024, 7168, 2048, 6
+def call_products(dtype: torch.dtype, major: int, G: int = 6) -> None:
+    """All products and activations of a layer."""
+    C, H, F = 1024, 7168, 2048
     x, z = torch.zeros(C, H, dtype=dtype), torch.zeros(C, F, dtype=dtype)
-    weight, grad = torch.zeros(G, H, F, dtype=dtype), torch.zeros(G, H, F)
+    weight, grad = torch.zeros(G, H, F, dtype=dtype), torch.zeros(1, H, F).expand(G, H, F)
     offsets, route_weights = torch.zeros(G, dtype=torch.int32), torch.zeros(C)
-    with record_launches() as launches:
-        tiles = grouped.Tiles.lay(offsets, C, 2, grouped.blocks_for(dtype, major))
-        grouped.multiply(tiles, [(x, weight)], z)
-        grouped.multiply(tiles, [(z, weight), (z, weight)], x, transposed=True, part=grouped.OTHER_GROUPS)
-        for padding in (1, 128):
-            grouped.add_weight_grad(tiles, x, z, grad, padding)
-        swiglu.activate(z, z, route_weights, offsets)
-        swiglu.differentiate(z, z, z, route_weights, offsets)
-    return launches
+    tiles = grouped.Tiles.lay(offsets, C, 2, grouped.blocks_for(dtype, major))
+    grouped.multiply(tiles, [(x, weight)], z)
+    grouped.multiply(tiles, [(z, weight), (z, weight)], x, transposed=True, part=grouped.OTHER_GROUPS)
+    for padding in (1, 128):
+        grouped.add_weight_grad(tiles, x, z, grad, padding)
+    swiglu.activate(z, z, route_weights, offsets)
+    swiglu.differentiate(z, z, z, route_weights, offsets)
 
 
 @pytest.mark.parametrize(("dtype", "arch"), [*product((torch.bfloat16, torch.float16, torch.float32), (80, 90, 100))])
 def test_products_compile_and_use_what_the_architecture_has(dtype, arch):
-    launches = product_launches(dtype, arch // 10)
+    with record_launches() as launches:
+        call_products(dtype, arch // 10)
     assert len(launches) == 7
     for launch in launches:
         compiled = launch.compile(arch)
@@ -160,7 +164,7 @@ def test_offsets_between_ranks_have_64_bits(movers):
 
 def test_launches_that_share_a_compiled_kernel_have_equal_signatures(monkeypatch):
     """The key of `launch` tells apart all that Triton would compile apart."""
-    modules = [barrier, bulk_combine, bulk_dispatch, dispatch, load, rows, solve]
+    modules = [barrier, bulk_combine, bulk_dispatch, bulk_weights, dispatch, grouped, load, rows, solve, swiglu]
     described: dict[Any, list[Launch]] = {}
     launch = launching.launch
 
@@ -185,4 +189,8 @@ def test_launches_that_share_a_compiled_kernel_have_equal_signatures(monkeypatch
                 backend.dispatch_with_plan(plan, x, weights, sync=True)
                 for row_weights in (None, torch.zeros(d.C)):
                     backend.combine(plan, torch.zeros(d.C, d.H, dtype=dtype), row_weights, sync=True)
-    assert len(described) > 20
+        for dtype, groups in product((torch.bfloat16, torch.float16, torch.float32), (1, 5, 16)):
+            call_products(dtype, 9, groups)
+        for dtype, lines in product((torch.bfloat16, torch.float32), (16, 1040)):
+            call_bulk_weights(dtype, lines)
+    assert len(described) > 40
