@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -168,6 +169,64 @@ def load_and_sync() -> dict[str, bool]:
 def test_parameters_are_fp32_masters_that_compute_weights_follow(ranks):
     for seen in ranks(2).run(load_and_sync):
         assert all(seen.values()), [name for name, right in seen.items() if not right]
+
+
+def prefetch_beside_graphs() -> dict[str, int]:
+    """How often weights are copied when graphs write the slots, too. Captured or not is what is said here."""
+    R, rank = dist.get_world_size(), dist.get_rank()
+    pool = make_pool(shared=False)
+    buffer = Buffer(8, H, 1, E, R, token_padding=1, dtype=torch.float32, backend="cpu")
+    plan = buffer.dispatch(torch.zeros(8, H), None, torch.zeros(8, 1, dtype=torch.int32))[3]
+
+    def copied(captured: bool) -> int:
+        pool.full["up"][E:] = -1
+        with patch("moonep.pool._capturing", lambda _: captured):
+            held = pool.holds(plan, 0)
+            buffer.prefetch(plan, pool)
+        copies = int((pool.full["up"][E:] != -1).any()) if rank == 1 else -1
+        assert rank == 0 or held != bool(copies)
+        return copies
+
+    results = {
+        "eagerly": copied(False),
+        "eagerly again": copied(False),
+        "then in a graph": copied(True),
+        "again in the graph": copied(True),
+        "eagerly after that": copied(False),
+        "again, as the graph may have been replayed": copied(False),
+    }
+    buffer.destroy()
+    return results
+
+
+def test_what_is_copied_eagerly_and_in_graphs_does_not_count_for_the_other(ranks):
+    assert list(ranks(2).run(prefetch_beside_graphs)[1].values()) == [1, 0, 1, 0, 1, 1]
+
+
+def sync_in_graphs() -> list[bool]:
+    """Whether compute weights are written by what a graph captures."""
+    pool = make_pool(grads=True, master=True)
+    pool.load_local({name: torch.ones_like(own) for name, own in pool.local.items()})
+    pool.sync()
+
+    def written(captured: bool, training: bool) -> bool:
+        pool.local["up"].fill_(-1)
+        with patch("moonep.pool._capturing", lambda _: captured):
+            pool.sync_if_updated(training)
+        return bool((pool.local["up"] != -1).all())
+
+    seen = [written(True, False), written(True, True), written(False, True)]
+    with torch.no_grad():
+        pool.master["up"].mul_(2)
+    seen += [written(True, False), written(False, True), written(False, True)]
+    pool.destroy()
+    return seen
+
+
+def test_a_graph_for_training_copies_masters_whenever_it_is_replayed(ranks):
+    (seen,) = ranks(1).run(sync_in_graphs)
+    assert seen[:3] == [False, True, False]
+    assert seen[3:] == [True, True, False], "what was captured has not been done yet"
 
 
 def load_wrong(name: str, value: Tensor) -> str:
