@@ -301,7 +301,8 @@ class Buffer(NotCopied):
         """Copy the weights of this rank's redundant experts from their homes into the pool's slots.
 
         Skipped when the slots hold this plan's weights of this pool already and no dispatch, barrier, `sync()` or
-        `load_local()` has happened since, after which a peer's weights may be new.
+        `load_local()` has happened since, after which a peer's weights may be new. In a graph only what a graph
+        copied counts, and outside of graphs nothing once a graph copies into these slots.
 
         Args:
             plan: of this Buffer.
