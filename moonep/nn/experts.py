@@ -44,10 +44,20 @@ def experts(pool: ExpertPool, plan: Plan, hidden: Tensor, route_weights: Tensor,
 
 
 def check_pool(pool: ExpertPool, dims: Dims) -> None:
-    """Raise a ValueError unless the pool has the projections of `experts`, and room for all gradients."""
+    """Raise a ValueError unless the pool has these sizes, the projections of `experts`, and room for all gradients."""
+    if (pool.E, pool.B, pool.R) != (dims.E, dims.B, dims.R):
+        raise ValueError(
+            f"pool: given E, B, ranks = {pool.E}, {pool.B}, {pool.R}, "
+            f"expected those of the Buffer: {dims.E}, {dims.B}, {dims.R}"
+        )
     names = [p.name for p in pool.projections]
     if sorted(names) != sorted(PROJECTIONS):
         raise ValueError(f"pool: given projections {names}, expected {list(PROJECTIONS)}")
+    shapes = {p.name: p.shape for p in pool.projections}
+    for name, expected in (("up", shapes["gate"]), ("down", shapes["gate"][::-1])):
+        if len(expected) != 2 or shapes[name] != expected:
+            given = f"gate {list(shapes['gate'])} and {name} {list(shapes[name])}"
+            raise ValueError(f"pool: given {given}, expected gate [H, F], up [H, F], down [F, H]")
     if pool.grads and dims.spills:
         raise ValueError(f"pool: given B = {pool.B} with gradients, expected B >= {dims.max_redundant}")
 
