@@ -321,10 +321,10 @@ class Buffer(NotCopied):
         with self._operation("prefetch", collective=False):
             self._check_plan(plan)
             self._check_pool(pool, slot_set)
-            for name in projections or ():
-                if name not in (p.name for p in pool.projections):
-                    known = ", ".join(repr(p.name) for p in pool.projections)
-                    raise ValueError(f"projections: given {name!r}, expected some of {known}")
+            if projections is not None:
+                known = [p.name for p in pool.projections]
+                if not isinstance(projections, list | tuple) or not set(projections) <= set(known):
+                    raise ValueError(f"projections: given {projections!r}, expected None or some of {known}")
             with self._backend.run(async_finish, plan.tensors()):
                 num_sms = self._sms_beside(async_finish)
                 pool.fill_slots(plan, slot_set, force, num_sms=num_sms, projections=projections)

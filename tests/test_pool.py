@@ -251,7 +251,10 @@ def test_a_pool_works_without_a_process_group():
     assert (pool.full["up"][:3] == 5).all()
     buffer = Buffer(2, 4, 1, 3, 1, dtype=torch.float32, backend="cpu")
     rows, _, cu_seqlens, plan = buffer.dispatch(torch.ones(2, 4), None, torch.tensor([[0], [2]]))
-    buffer.prefetch(plan, pool)
+    buffer.prefetch(plan, pool, projections=["up"])
+    for wrong in ("up", ["down"], 3):
+        with pytest.raises(ValueError, match=r"projections: given .*, expected None or some of \['up'\]"):
+            buffer.prefetch(plan, pool, projections=wrong)
     buffer.reduce(plan, pool)
     assert cu_seqlens.tolist() == [128, 128, 256, 256, 256, 256]
     assert rows[0].tolist() == [1.0] * 4

@@ -158,6 +158,11 @@ def test_kernels_take_operands_of_one_dtype_that_are_dense_and_aligned(monkeypat
         assert not products._kernels_take([rows, other, weight])
     assert not products._kernels_take([rows, weight.half()])
     assert not products._kernels_take([rows, weight.transpose(1, 2)])
+    monkeypatch.setenv("MOONEP_PRODUCTS", "torch")
+    assert not products._kernels_take([rows, weight])
+    monkeypatch.setenv("MOONEP_PRODUCTS", "fast")
+    with pytest.raises(ValueError, match="MOONEP_PRODUCTS: given 'fast', expected 'kernels' or 'torch'"):
+        products._kernels_take([rows, weight])
 
 
 def activate_with_strided_weights() -> tuple[bool, bool]:

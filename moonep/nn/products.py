@@ -78,7 +78,10 @@ def _kernels_take(operands: Sequence[Tensor]) -> bool:
     device, dtype = operands[0].device, operands[0].dtype
     # Not measured there: torch's own are known to be good.
     by_torch = torch.cuda.get_device_capability(device)[0] >= 10 and dtype == torch.bfloat16
-    if (environment.products() or ("torch" if by_torch else "kernels")) == "torch":
+    asked = environment.products()
+    if asked not in (None, "kernels", "torch"):
+        raise ValueError(f"MOONEP_PRODUCTS: given {asked!r}, expected 'kernels' or 'torch'")
+    if (asked or ("torch" if by_torch else "kernels")) == "torch":
         return False
     return all(kernels.takes(t) and t.dtype == dtype for t in operands)
 
