@@ -307,7 +307,8 @@ class Buffer(NotCopied):
         Args:
             plan: of this Buffer.
             pool: of the same group, E and B.
-            async_finish: return an event, not None; take few multiprocessors, for what runs beside it.
+            async_finish: return an event, not None; take few multiprocessors, for what runs beside it. Wait for the
+                event before the slots are used.
             slot_set: which of the pool's slots.
             force: copy in any case.
             projections: which ones; None: all.
@@ -369,7 +370,8 @@ class Buffer(NotCopied):
         Args:
             plan: of this Buffer.
             pool: with `grads=True`.
-            async_finish: return an event, not None; take few multiprocessors, for what runs beside it.
+            async_finish: return an event, not None; take few multiprocessors, for what runs beside it. Wait for the
+                event, or call another operation, before gradients are read or added to.
             slot_set: which of the pool's slots.
 
         Raises:
