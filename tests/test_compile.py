@@ -317,6 +317,21 @@ def test_evaluation_between_training_steps_changes_nothing():
             assert not differences(want, take_step(call, model, x, grad))
 
 
+def test_autocast_changes_compiled_layers_as_it_does_eager_ones():
+    model = nn.Sequential(make_layer(3, shared_ffn=8))
+
+    def under_autocast(call: Any) -> dict[str, Tensor]:
+        clear_grads(model)
+        x = make_tokens(5).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(x)
+        y.backward(make_tokens(6))
+        return {"y": y.detach(), "dx": x.grad, **grads_of(model)}
+
+    with torch._functorch.config.patch(backward_pass_autocast="off"):
+        assert not differences(under_autocast(model), under_autocast(compiled(model)))
+
+
 class OwnRouter(nn.Module):
     """A user's model around `RoutedExperts`."""
 
