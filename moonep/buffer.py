@@ -299,12 +299,14 @@ class Buffer(NotCopied):
         """Copy the weights of this rank's redundant experts from their homes into the pool's slots.
 
         Skipped when the slots hold this plan's weights of this pool already and no dispatch, barrier, `sync()` or
-        `load_local()` has happened since, after which a peer's weights may be new.
+        `load_local()` has happened since, after which a peer's weights may be new. In a graph only what a graph
+        copied counts, and outside of graphs nothing once a graph copies into these slots.
 
         Args:
             plan: of this Buffer.
             pool: of the same group, E and B.
-            async_finish: return an event, not None; take few multiprocessors, for what runs beside it.
+            async_finish: return an event, not None; take few multiprocessors, for what runs beside it. Wait for the
+                event before the slots are used.
             slot_set: which of the pool's slots.
             force: copy in any case.
             projections: which ones; None: all.
@@ -318,10 +320,10 @@ class Buffer(NotCopied):
         with self._operation("prefetch", collective=False):
             self._check_plan(plan)
             self._check_pool(pool, slot_set)
-            for name in projections or ():
-                if name not in (p.name for p in pool.projections):
-                    known = ", ".join(repr(p.name) for p in pool.projections)
-                    raise ValueError(f"projections: given {name!r}, expected some of {known}")
+            if projections is not None:
+                known = [p.name for p in pool.projections]
+                if not isinstance(projections, list | tuple) or not set(projections) <= set(known):
+                    raise ValueError(f"projections: given {projections!r}, expected None or some of {known}")
             with self._backend.run(async_finish, plan.tensors()):
                 num_sms = self._sms_beside(async_finish)
                 pool.fill_slots(plan, slot_set, force, num_sms=num_sms, projections=projections)
@@ -364,7 +366,8 @@ class Buffer(NotCopied):
         Args:
             plan: of this Buffer.
             pool: with `grads=True`.
-            async_finish: return an event, not None; take few multiprocessors, for what runs beside it.
+            async_finish: return an event, not None; take few multiprocessors, for what runs beside it. Wait for the
+                event, or call another operation, before gradients are read or added to.
             slot_set: which of the pool's slots.
 
         Raises:

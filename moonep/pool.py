@@ -69,13 +69,15 @@ class Slots:
 
     Attributes:
         serial: equal on all ranks that created it together.
-        holder: (pool, plan, count of weight updates) of what the slots hold; None: nothing.
+        holder: (pool, plan, (count of weight updates, whether it was captured)) of what the slots hold; None: nothing.
+        captured: a graph has a copy into them: a replay may have written them, which nobody here hears of.
         gradients_of: (pool, plan) whose gradients are in the reduce buffer and not yet reduced; None: it is zero.
     """
 
     def __init__(self, weights: Chunk, reduce_chunks: list[Chunk] | None, serial: int):
         self.serial = serial
-        self.holder: tuple[int, int, int] | None = None
+        self.holder: tuple[int, int, tuple[int, bool]] | None = None
+        self.captured = False
         self.gradients_of: tuple[int, int] | None = None
         self.weights, self.reduce_chunks = weights, reduce_chunks
         self.reduce_buffer: Tensor | None = None
@@ -373,17 +375,30 @@ class ExpertPool(NotCopied):
                 self._slots[slot_set][name].holder = None
             full = [self._views[slot_set][name].full for name in stale]
             move_weights([SlotWeights(f, f[self.E :]) for f in full], plan, num_sms)
-            for name in stale:
-                self._slots[slot_set][name].holder = (self._id, plan.key, self._peers.updates)
+            self.mark_filled(plan, slot_set, stale)
+
+    def mark_filled(self, plan: Plan, slot_set: int, projections: Sequence[str]) -> None:
+        """Note that the slots hold what `plan` wants."""
+        capturing = _capturing(plan.experts_to_copy)
+        for slots in (self._slots[slot_set][name] for name in projections):
+            slots.holder = (self._id, plan.key, (self._peers.updates, capturing))
+            slots.captured |= capturing
 
     def holds(self, plan: Plan, slot_set: int) -> bool:
-        """Whether the slots hold what `plan` wants, and no peer can have changed its weights since."""
+        """Whether the slots hold what `plan` wants, and no peer can have changed its weights since.
+
+        What was copied eagerly does not count in a graph, nor anything beside graphs: replays are not seen here.
+        """
         return all(self._holds(name, plan, slot_set, check_updates=True) for name in self._slots[slot_set])
 
     def _holds(self, name: str, plan: Plan, slot_set: int, check_updates: bool) -> bool:
-        holder, wanted = self._slots[slot_set][name].holder, (self._id, plan.key, self._peers.updates)
-        compared = 3 if check_updates else 2
-        return holder is not None and holder[:compared] == wanted[:compared]
+        slots = self._slots[slot_set][name]
+        if slots.holder is None or slots.holder[:2] != (self._id, plan.key):
+            return False
+        if not check_updates:
+            return True
+        capturing = _capturing(plan.experts_to_copy)
+        return slots.holder[2] == (self._peers.updates, capturing) and (capturing or not slots.captured)
 
     def check_slots(self, plan: Plan, slot_set: int = 0) -> None:
         """Raise unless the slots hold what the experts need to run with `plan`.
@@ -452,18 +467,27 @@ class ExpertPool(NotCopied):
 
         A dispatch or `buffer.barrier()` must follow before a peer reads them.
         """
-        for name, parameter in self.master.items():
-            if parameter.data_ptr() != self.local[name].data_ptr():
-                self.local[name].copy_(parameter)
+        self._copy_masters()
         self._synced, self._stepped = self._versions(), False
         self._peers.updates += 1
 
-    def sync_if_updated(self) -> None:
+    @torch.no_grad()
+    def _copy_masters(self) -> None:
+        for name, parameter in self.master.items():
+            if parameter.data_ptr() != self.local[name].data_ptr():
+                self.local[name].copy_(parameter)
+
+    def sync_if_updated(self, training: bool = True) -> None:
         """`sync()` when a master parameter may have been written since the last one.
 
-        Its autograd version tells, except after a fused optimizer; so any optimizer's step counts too.
+        Its autograd version tells, except after a fused optimizer; so any optimizer's step counts too. A graph cannot
+        look: in one for training, compute weights are copied in each replay.
         """
-        if self._stepped or self._versions() != self._synced:
+        updated = self._stepped or self._versions() != self._synced
+        if _capturing(next(iter(self.local.values()))):
+            if updated or training:
+                self._copy_masters()
+        elif updated:
             self.sync()
 
     def _watch_optimizers(self) -> None:
@@ -502,8 +526,12 @@ class ExpertPool(NotCopied):
         """Prepare `local_grad` for accumulation: honour what the optimizer did to `master[...].grad` since.
 
         `zero_grad(set_to_none=True)` means that gradients start from zero; a gradient that was replaced is taken over.
+        A frozen parameter has none: an optimizer with weight decay would change it for one of zeros.
         """
         for name, parameter in self.master.items():
+            if not parameter.requires_grad:
+                parameter.grad = None
+                continue
             own = self.local_grad[name]
             if parameter.grad is None:
                 own.zero_()
@@ -535,3 +563,8 @@ class ExpertPool(NotCopied):
         self._peers.all_gather(b"", "ExpertPool.destroy", self._timeout_s, "ready")
         self._views, self._slots = [], []
         self.local, self.local_grad, self.master, self._grad_chunks = {}, {}, {}, {}
+
+
+def _capturing(tensor: Tensor) -> bool:
+    """Whether what is done with a tensor now is captured in a graph, not done."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -317,6 +317,21 @@ def test_evaluation_between_training_steps_changes_nothing():
             assert not differences(want, take_step(call, model, x, grad))
 
 
+def test_autocast_changes_compiled_layers_as_it_does_eager_ones():
+    model = nn.Sequential(make_layer(3, shared_ffn=8))
+
+    def under_autocast(call: Any) -> dict[str, Tensor]:
+        clear_grads(model)
+        x = make_tokens(5).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(x)
+        y.backward(make_tokens(6))
+        return {"y": y.detach(), "dx": x.grad, **grads_of(model)}
+
+    with torch._functorch.config.patch(backward_pass_autocast="off"):
+        assert not differences(under_autocast(model), under_autocast(compiled(model)))
+
+
 class OwnRouter(nn.Module):
     """A user's model around `RoutedExperts`."""
 
@@ -423,6 +438,11 @@ def test_routed_experts_refuse_what_does_not_go_together():
         RoutedExperts(buffer, pool(up=(H, F)))
     with pytest.raises(ValueError, match=r"pool: given gate \[16, 8\], expected \[32, F\]"):
         RoutedExperts(buffer, pool(gate=(16, 8), up=(16, 8), down=(8, 16)))
+    with pytest.raises(ValueError, match=r"pool: given gate \[32, 8\] and down \[16, 32\], expected gate \[H, F\]"):
+        RoutedExperts(buffer, pool(gate=(H, 8), up=(H, 8), down=(16, H)))
+    with pytest.raises(ValueError, match="pool: given E, B, ranks = 4, 2, 1, expected those of the Buffer: 4, 4, 1"):
+        shapes = {"gate": (H, F), "up": (H, F), "down": (F, H)}
+        RoutedExperts(buffer, moonep.ExpertPool(shapes, E=L, B=2, dtype=torch.float32, backend="cpu"))
     with pytest.raises(ValueError, match="save: given 'all', expected one of 'rows', 'inputs', 'tokens'"):
         make_routed()(make_tokens(5), torch.rand(S, K), torch.zeros(S, K, dtype=torch.int64), save="all")
 

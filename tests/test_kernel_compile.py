@@ -83,13 +83,18 @@ def test_bulk_movers_compile_and_order_memory(size, arch):
         assert negated_in_minima_of_three(ptx) == [], launch.name
 
 
+def call_bulk_weights(dtype: torch.dtype, lines: int) -> None:
+    """Weights of a dtype into slots, and gradients home."""
+    weights, slots = torch.zeros(12, lines, 256, dtype=dtype), torch.zeros(2, 4, lines, 256)
+    copies, status = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    bulk_weights.fill_slots(weights, weights[8:], copies, status, 0, 16)
+    bulk_weights.add_slots(slots[0].clone(), slots, copies, status, 0, 16)
+
+
 @pytest.mark.parametrize("arch", (90, 100))
 def test_weights_move_in_bulk_with_several_loads_on_their_way(arch):
-    weights, slots = torch.zeros(12, 64, 256), torch.zeros(2, 4, 64, 256)
-    copies, status = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     with record_launches() as launches:
-        bulk_weights.fill_slots(weights, slots[0], copies, status, 0, 16)
-        bulk_weights.add_slots(weights[:4], slots, copies, status, 0, 16)
+        call_bulk_weights(torch.float32, 64)
     assert len(launches) == 2
     for launch in launches:
         compiled = launch.compile(arch)
@@ -101,26 +106,25 @@ def test_weights_move_in_bulk_with_several_loads_on_their_way(arch):
         assert ".bulk_group" in compiled.asm["ptx"], "stores must be bulk copies"
 
 
-def product_launches(dtype: torch.dtype, major: int) -> list[Launch]:
-    """All products and activations of a layer, recorded."""
-    C, H, F, G = 1024, 7168, 2048, 6
+def call_products(dtype: torch.dtype, major: int, G: int = 6) -> None:
+    """All products and activations of a layer."""
+    C, H, F = 1024, 7168, 2048
     x, z = torch.zeros(C, H, dtype=dtype), torch.zeros(C, F, dtype=dtype)
-    weight, grad = torch.zeros(G, H, F, dtype=dtype), torch.zeros(G, H, F)
+    weight, grad = torch.zeros(G, H, F, dtype=dtype), torch.zeros(1, H, F).expand(G, H, F)
     offsets, route_weights = torch.zeros(G, dtype=torch.int32), torch.zeros(C)
-    with record_launches() as launches:
-        tiles = grouped.Tiles.lay(offsets, C, 2, grouped.blocks_for(dtype, major))
-        grouped.multiply(tiles, [(x, weight)], z)
-        grouped.multiply(tiles, [(z, weight), (z, weight)], x, transposed=True, part=grouped.OTHER_GROUPS)
-        for padding in (1, 128):
-            grouped.add_weight_grad(tiles, x, z, grad, padding)
-        swiglu.activate(z, z, route_weights, offsets)
-        swiglu.differentiate(z, z, z, route_weights, offsets)
-    return launches
+    tiles = grouped.Tiles.lay(offsets, C, 2, grouped.blocks_for(dtype, major))
+    grouped.multiply(tiles, [(x, weight)], z)
+    grouped.multiply(tiles, [(z, weight), (z, weight)], x, transposed=True, part=grouped.OTHER_GROUPS)
+    for padding in (1, 128):
+        grouped.add_weight_grad(tiles, x, z, grad, padding)
+    swiglu.activate(z, z, route_weights, offsets)
+    swiglu.differentiate(z, z, z, route_weights, offsets)
 
 
 @pytest.mark.parametrize(("dtype", "arch"), [*product((torch.bfloat16, torch.float16, torch.float32), (80, 90, 100))])
 def test_products_compile_and_use_what_the_architecture_has(dtype, arch):
-    launches = product_launches(dtype, arch // 10)
+    with record_launches() as launches:
+        call_products(dtype, arch // 10)
     assert len(launches) == 7
     for launch in launches:
         compiled = launch.compile(arch)
@@ -179,3 +183,24 @@ def test_calls_of_one_kind_have_equal_signatures(monkeypatch):
 def shifted(rows: int, columns: int, dtype: torch.dtype, shift: int) -> torch.Tensor:
     """Zeros [rows, columns], contiguous, `shift` elements off a good address."""
     return torch.zeros(rows * columns + shift, dtype=dtype)[shift:].view(rows, columns)
+
+
+def test_launches_that_share_a_compiled_kernel_have_equal_signatures(monkeypatch):
+    """The key of `launch` tells apart all that Triton would compile apart."""
+    described: dict[Any, list[Launch]] = {}
+    launch = launching.launch
+
+    def describe(kernel: Any, grid: Any, args: Any, varies: Any = (), **constants: Any) -> None:
+        with record_launches() as launches:
+            launch(kernel, grid, args, varies, **constants)
+        key = (kernel.fn.__name__, varies, *constants.items())
+        known = described.setdefault(key, launches)
+        assert known == launches, f"{kernel.fn.__name__}: one key, two kernels"
+
+    for module in (bulk_weights, grouped, swiglu):
+        monkeypatch.setattr(module, "launch", describe)
+    for dtype, groups in product((torch.bfloat16, torch.float16, torch.float32), (1, 5, 16)):
+        call_products(dtype, 9, groups)
+    for dtype, lines in product((torch.bfloat16, torch.float32), (16, 1040)):
+        call_bulk_weights(dtype, lines)
+    assert len(described) > 20

@@ -158,6 +158,32 @@ def test_slot_gradients_come_home_when_inputs_and_router_are_frozen(ranks):
             assert torch.equal(want[name], got[name])
 
 
+def run_frozen_experts(frozen: tuple[str, ...]) -> tuple[list[str], list[str], bool]:
+    """Optimizer steps with weight decay. -> experts that changed, those with gradients, whether the tokens' is right"""
+    rank = dist.get_rank()
+    layer = make_layer(3)
+    xs, grads = make_batch(5)
+    x = xs[rank].clone().requires_grad_()
+    layer(x).backward(grads[rank])
+    want, x.grad = x.grad, None
+    layer.zero_grad()
+    for name in frozen:
+        layer.experts[name].requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in layer.experts.items()}
+    optimizer = torch.optim.AdamW(layer.experts.parameters(), lr=0.1, weight_decay=0.5)
+    layer(x).backward(grads[rank])
+    optimizer.step()
+    changed = sorted(name for name, p in layer.experts.items() if not torch.equal(p, before[name]))
+    with_grad = sorted(name for name, p in layer.experts.items() if p.grad is not None)
+    return changed, with_grad, torch.equal(x.grad, want)
+
+
+@pytest.mark.parametrize("frozen", [PROJECTIONS, ("up",)])
+def test_frozen_experts_have_no_gradients_and_do_not_decay(ranks, frozen):
+    trained = sorted(set(PROJECTIONS) - set(frozen))
+    assert ranks(2).run(run_frozen_experts, frozen) == [(trained, trained, True)] * 2
+
+
 def run_without_anchor() -> str:
     """Two backward passes whose slot gradients are never reduced."""
     rank = dist.get_rank()
@@ -332,6 +358,71 @@ def test_inputs_of_any_floating_dtype_go_through_experts_and_shared_expert(ranks
     for out_dtype, shape, finite, error in ranks(2).run(run_with_inputs_of, dtype):
         assert out_dtype == dtype and shape == [3, 11, H] and finite
         assert error < 0.02
+
+
+def run_under_autocast(router: str, save: str) -> list[str]:
+    """What autocast changes in a layer that says itself what it computes in."""
+    layer = make_layer(3, router=router, save=save)
+    xs, grads = make_batch(5)
+    results = []
+    for enabled in (False, True):
+        layer.zero_grad()
+        x = xs[dist.get_rank()].clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = layer(x)
+        y.backward(grads[dist.get_rank()])
+        router_grad = layer.router.weight.grad.clone()
+        results.append({"y": y.detach(), "dx": x.grad, "router": router_grad, **expert_grads(layer)})
+    return [name for name, want in results[0].items() if not torch.equal(results[1][name], want)]
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("save", ["rows", "tokens"])
+def test_router_and_experts_are_the_same_under_autocast(ranks, router, save):
+    assert ranks(2).run(run_under_autocast, router, save) == [[], []]
+
+
+def differentiate_twice(pieces: bool) -> str:
+    """-> what is said about a second derivative"""
+    layer = make_layer(3)
+    x = make_batch(5)[0][0].requires_grad_()
+    y = layer(x)
+    if pieces:
+        ids, weights, _ = layer.router(x.detach())
+        sent = functional.dispatch(layer.buffer, x, weights, ids, layer.pool)
+        rows = experts(layer.pool, sent.plan, sent.hidden, sent.route_weights)
+        y = functional.combine(layer.buffer, sent.plan, rows, layer.pool)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    try:
+        (grad.sum() + x.square().sum()).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_second_derivative_is_refused(ranks, pieces):
+    (message,) = ranks(1).run(differentiate_twice, pieces)
+    assert "differentiate twice" in message
+
+
+def give_experts(hidden: dict[str, Any], route_weights: dict[str, Any]) -> str:
+    layer = make_layer(3)
+    ids, weights, _ = layer.router(torch.zeros(4, H))
+    plan = functional.dispatch(layer.buffer, torch.zeros(4, H), weights, ids).plan
+    C = plan.dims.C
+    try:
+        experts(layer.pool, plan, torch.zeros(C, H).to(**hidden), torch.zeros(C).to(**route_weights))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_experts_refuse_what_is_not_rows_of_the_pool(ranks):
+    (message,) = ranks(1).run(give_experts, {"dtype": torch.bfloat16}, {})
+    assert message.startswith("hidden: given [") and message.endswith("32] float32 on cpu")
+    (message,) = ranks(1).run(give_experts, {}, {"dtype": torch.float64})
+    assert message.startswith("route_weights: given [") and message.endswith("] float32 on cpu")
 
 
 def give_bad_input(kind: str) -> tuple[str, str, float]:

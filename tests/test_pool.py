@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -170,6 +171,64 @@ def test_parameters_are_fp32_masters_that_compute_weights_follow(ranks):
         assert all(seen.values()), [name for name, right in seen.items() if not right]
 
 
+def prefetch_beside_graphs() -> dict[str, int]:
+    """How often weights are copied when graphs write the slots, too. Captured or not is what is said here."""
+    R, rank = dist.get_world_size(), dist.get_rank()
+    pool = make_pool(shared=False)
+    buffer = Buffer(8, H, 1, E, R, token_padding=1, dtype=torch.float32, backend="cpu")
+    plan = buffer.dispatch(torch.zeros(8, H), None, torch.zeros(8, 1, dtype=torch.int32))[3]
+
+    def copied(captured: bool) -> int:
+        pool.full["up"][E:] = -1
+        with patch("moonep.pool._capturing", lambda _: captured):
+            held = pool.holds(plan, 0)
+            buffer.prefetch(plan, pool)
+        copies = int((pool.full["up"][E:] != -1).any()) if rank == 1 else -1
+        assert rank == 0 or held != bool(copies)
+        return copies
+
+    results = {
+        "eagerly": copied(False),
+        "eagerly again": copied(False),
+        "then in a graph": copied(True),
+        "again in the graph": copied(True),
+        "eagerly after that": copied(False),
+        "again, as the graph may have been replayed": copied(False),
+    }
+    buffer.destroy()
+    return results
+
+
+def test_what_is_copied_eagerly_and_in_graphs_does_not_count_for_the_other(ranks):
+    assert list(ranks(2).run(prefetch_beside_graphs)[1].values()) == [1, 0, 1, 0, 1, 1]
+
+
+def sync_in_graphs() -> list[bool]:
+    """Whether compute weights are written by what a graph captures."""
+    pool = make_pool(grads=True, master=True)
+    pool.load_local({name: torch.ones_like(own) for name, own in pool.local.items()})
+    pool.sync()
+
+    def written(captured: bool, training: bool) -> bool:
+        pool.local["up"].fill_(-1)
+        with patch("moonep.pool._capturing", lambda _: captured):
+            pool.sync_if_updated(training)
+        return bool((pool.local["up"] != -1).all())
+
+    seen = [written(True, False), written(True, True), written(False, True)]
+    with torch.no_grad():
+        pool.master["up"].mul_(2)
+    seen += [written(True, False), written(False, True), written(False, True)]
+    pool.destroy()
+    return seen
+
+
+def test_a_graph_for_training_copies_masters_whenever_it_is_replayed(ranks):
+    (seen,) = ranks(1).run(sync_in_graphs)
+    assert seen[:3] == [False, True, False]
+    assert seen[3:] == [True, True, False], "what was captured has not been done yet"
+
+
 def load_wrong(name: str, value: Tensor) -> str:
     pool = make_pool()
     try:
@@ -192,7 +251,10 @@ def test_a_pool_works_without_a_process_group():
     assert (pool.full["up"][:3] == 5).all()
     buffer = Buffer(2, 4, 1, 3, 1, dtype=torch.float32, backend="cpu")
     rows, _, cu_seqlens, plan = buffer.dispatch(torch.ones(2, 4), None, torch.tensor([[0], [2]]))
-    buffer.prefetch(plan, pool)
+    buffer.prefetch(plan, pool, projections=["up"])
+    for wrong in ("up", ["down"], 3):
+        with pytest.raises(ValueError, match=r"projections: given .*, expected None or some of \['up'\]"):
+            buffer.prefetch(plan, pool, projections=wrong)
     buffer.reduce(plan, pool)
     assert cu_seqlens.tolist() == [128, 128, 256, 256, 256, 256]
     assert rows[0].tolist() == [1.0] * 4

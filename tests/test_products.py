@@ -74,8 +74,9 @@ def compare(groups: list[int], padding: int, H: int, F: int, dtype: torch.dtype,
     first = len(groups) // 2
 
     def run(kind: type[Any], c: Case, **options: Any) -> dict[str, Tensor]:
-        def choose(weights: Any, offsets: Tensor, hidden: Tensor, first: int | None, token_padding: int) -> Any:
-            return kind(offsets, hidden, first, token_padding) if kind is KernelProducts else kind(offsets, len(hidden))
+        def choose(weights: Any, offsets: Tensor, rows: list[Tensor], first: int | None, token_padding: int) -> Any:
+            options = (rows[0], first, token_padding) if kind is KernelProducts else (len(rows[0]),)
+            return kind(offsets, *options)
 
         real, grouped.choose = grouped.choose, choose
         try:
@@ -139,7 +140,49 @@ def test_kernels_equal_torch_on_a_gpu(groups, dtype, overlap):
 
 def test_torch_is_used_where_kernels_cannot_be():
     case = Case([3, 4], 8, 8, torch.float32, "cpu")
-    assert isinstance(products.choose(case.weights, case.offsets, case.x, None, 1), TorchProducts)
+    assert isinstance(products.choose(case.weights, case.offsets, [case.x], None, 1), TorchProducts)
+
+
+def test_kernels_take_operands_of_one_dtype_that_are_dense_and_aligned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    case = Case([3, 4], 16, 24, torch.bfloat16, "cpu", stride=8)
+    rows, weight = case.x, case.weights["gate"]
+    wide = torch.zeros(case.C, 32, dtype=torch.bfloat16)
+    assert products._kernels_take([rows, weight])
+    for other in (
+        rows.half(),
+        wide[:, :16],
+        rows.t().contiguous().t(),
+        wide.flatten()[1 : 1 + rows.numel()].view_as(rows),
+    ):
+        assert not products._kernels_take([rows, other, weight])
+    assert not products._kernels_take([rows, weight.half()])
+    assert not products._kernels_take([rows, weight.transpose(1, 2)])
+    monkeypatch.setenv("MOONEP_PRODUCTS", "torch")
+    assert not products._kernels_take([rows, weight])
+    monkeypatch.setenv("MOONEP_PRODUCTS", "fast")
+    with pytest.raises(ValueError, match="MOONEP_PRODUCTS: given 'fast', expected 'kernels' or 'torch'"):
+        products._kernels_take([rows, weight])
+
+
+def activate_with_strided_weights() -> tuple[bool, bool]:
+    """Route weights that lie apart: one for all rows, and a column."""
+    case = Case([3, 4], 16, 24, torch.float32, "cpu")
+    gate, up = torch.randn(case.C, 24), torch.randn(case.C, 24)
+    equal = []
+    for strided in (torch.full((1,), 0.5).expand(case.C), torch.rand(case.C, 2)[:, 0]):
+        for w in (strided, strided.contiguous()):
+            kernels = KernelProducts(case.offsets, case.x, None, 1)
+            equal.append([kernels.activate(gate, up, w)[: case.used], *kernels.differentiate(gate, gate, up, w)])
+    used = case.used
+    return tuple(
+        all(torch.equal(a[:used], b[:used]) for a, b in zip(equal[i], equal[i + 1], strict=True)) for i in (0, 2)
+    )
+
+
+@pytest.mark.slow
+def test_route_weights_may_have_any_stride_in_the_interpreter(interpreters):
+    assert interpreters(1).run(activate_with_strided_weights)[0] == (True, True)
 
 
 def test_several_pairs_are_added_before_rounding():

@@ -255,14 +255,16 @@ class GpuBackend:
         """Let the current stream wait for the last operation of any Buffer on this device, if that went to another.
 
         Kernels wait for peers, and may fill a GPU meanwhile: two that ranks start in different order would wait for
-        each other. So operations follow each other in the order of the host, which is the same on all ranks.
+        each other. So operations follow each other in the order of the host, which is the same on all ranks. In a graph
+        they can only wait for those in the same graph, and nothing else for those.
         """
         address, capturing = self._current_stream(), torch.cuda.is_current_stream_capturing()
         last = _last_operation.get(self.device)
         if last is not None and last[1:] == (address, capturing):
             return
         stream = torch.cuda.current_stream(self.device)
-        if last is not None and last[1] != address and last[2] == capturing:
+        together = last is not None and last[2] == capturing and (not capturing or _is_capturing(last[0]))
+        if last is not None and last[1] != address and together:
             stream.wait_stream(last[0])
         _last_operation[self.device] = (stream, address, capturing)
 
@@ -387,3 +389,9 @@ class GpuBackend:
     def copy_weights(self, region: RowRegion, plan: Plan) -> Tensor:
         """The region's route weights in a tensor of their own; those past the last offset are undefined."""
         return region.weights.clone()
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    """Whether what a stream is given now is captured in a graph."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

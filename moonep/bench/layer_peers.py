@@ -20,6 +20,7 @@ from moonep.bench.layer_movers import AllToAllMover, DeepEPMover, Mover, routed_
 from moonep.bench.layer_world import LayerWorld
 from moonep.nn import RoutedExperts
 from moonep.plan import Plan
+from moonep.weights import PROJECTIONS
 
 FORWARD, BACKWARD, LAYER = "layer_forward", "layer_backward", "layer"
 NO_PREFETCH = "layer_no_prefetch"
@@ -75,8 +76,7 @@ class MoonEPLayer:
         pool = self.pool
 
         def keep_slots(plan: Plan, slot_set: int, *_: Any, **__: Any) -> None:
-            for slots in pool._slots[slot_set].values():
-                slots.holder = (pool._id, plan.key, pool._peers.updates)
+            pool.mark_filled(plan, slot_set, PROJECTIONS)
 
         def keep_gradients(*_: Any, slot_set: int = 0, **__: Any) -> None:
             pool.release_gradients(slot_set)

@@ -258,6 +258,7 @@ def add_weight_grad(tiles: Tiles, x: Tensor, grad_y: Tensor, grad: Tensor, token
         grad: [G, M, N] fp32, each group's dense.
         token_padding: groups have multiples of so many rows.
     """
+    assert takes(grad) and grad.dtype == torch.float32
     b = tiles.blocks
     G, M, N = grad.shape
     grid = (ceil_div(M, b.rows) * ceil_div(N, b.columns), G)
@@ -282,7 +283,7 @@ def add_weight_grad(tiles: Tiles, x: Tensor, grad_y: Tensor, grad: Tensor, token
 
 def _rows(rows: Tensor, height: int, width: int) -> TensorDescriptor:
     """Boxes of height x width of [C, n] rows."""
-    return TensorDescriptor(rows, [max(len(rows), 1), rows.shape[1]], [rows.stride(0), 1], [height, width])
+    return TensorDescriptor(rows, [max(len(rows), 1), rows.shape[1]], list(rows.stride()), [height, width])
 
 
 def _weights(weight: Tensor, box: tuple[int, int]) -> TensorDescriptor:

@@ -77,7 +77,7 @@ def activate(gate: Tensor, up: Tensor, route_weights: Tensor, offsets: Tensor) -
 
     Moves: 3 C F elements.
     """
-    z = torch.empty_like(gate)
+    route_weights, z = route_weights.contiguous(), torch.empty_like(gate)
     args = (gate, up, route_weights, z, offsets, len(offsets))
     launch(
         _activate_kernel, (ceil_div(len(gate), _ROWS),), args, varying(gate, up, route_weights, offsets),
@@ -102,7 +102,7 @@ def differentiate(
     Moves: 6 C F elements.
     """
     grad_gate, grad_up, z = (torch.empty_like(gate) for _ in range(3))
-    C = len(gate)
+    C, route_weights = len(gate), route_weights.contiguous()
     grad_weights = torch.empty(C, dtype=torch.float32, device=gate.device)
     args = (grad_z, gate, up, route_weights, grad_gate, grad_up, z, grad_weights, offsets, len(offsets), C)
     varies = varying(grad_z, gate, up, route_weights, offsets)

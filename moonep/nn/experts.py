@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from moonep.arguments import check_tensor
 from moonep.dims import Dims
 from moonep.nn import grouped
 from moonep.nn.graphs import outside_graphs
@@ -30,16 +32,32 @@ def experts(pool: ExpertPool, plan: Plan, hidden: Tensor, route_weights: Tensor,
 
     Returns:
         [C, H]; rows past the plan's last offset are undefined.
+
+    Raises:
+        ValueError: a bad argument.
     """
     check_pool(pool, plan.dims)
+    C, weight = plan.dims.C, pool.local["gate"]
+    check_tensor("hidden", hidden, (C, weight.shape[1]), (weight.dtype,), weight.device, contiguous=False)
+    check_tensor("route_weights", route_weights, (C,), (torch.float32,), weight.device, contiguous=False)
     return _Experts.apply(pool, plan, slot_set, hidden, route_weights)
 
 
 def check_pool(pool: ExpertPool, dims: Dims) -> None:
-    """Raise a ValueError unless the pool has the projections of `experts`, and room for all gradients."""
+    """Raise a ValueError unless the pool has these sizes, the projections of `experts`, and room for all gradients."""
+    if (pool.E, pool.B, pool.R) != (dims.E, dims.B, dims.R):
+        raise ValueError(
+            f"pool: given E, B, ranks = {pool.E}, {pool.B}, {pool.R}, "
+            f"expected those of the Buffer: {dims.E}, {dims.B}, {dims.R}"
+        )
     names = [p.name for p in pool.projections]
     if sorted(names) != sorted(PROJECTIONS):
         raise ValueError(f"pool: given projections {names}, expected {list(PROJECTIONS)}")
+    shapes = {p.name: p.shape for p in pool.projections}
+    for name, expected in (("up", shapes["gate"]), ("down", shapes["gate"][::-1])):
+        if len(expected) != 2 or shapes[name] != expected:
+            given = f"gate {list(shapes['gate'])} and {name} {list(shapes[name])}"
+            raise ValueError(f"pool: given {given}, expected gate [H, F], up [H, F], down [F, H]")
     if pool.grads and dims.spills:
         raise ValueError(f"pool: given B = {pool.B} with gradients, expected B >= {dims.max_redundant}")
 
@@ -54,6 +72,7 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         hidden, route_weights, *products = ctx.saved_tensors
         grad_out = grad_out.contiguous()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonep.buffer import Buffer
 from moonep.nn.graphs import outside_graphs
@@ -128,6 +129,7 @@ class _Load(torch.autograd.Function):
         return torch.zeros_like(anchor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = []
         for p, dtype, wanted in zip(ctx.pool.projections, ctx.dtypes, ctx.needs_input_grad[2:], strict=True):
@@ -155,6 +157,7 @@ class _Dispatch(torch.autograd.Function):
         return rows, weights, plan
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, _: None) -> tuple[Tensor | None, ...]:
         grads = differentiate_dispatch(ctx.buffer, ctx.plan, ctx.pool, ctx.slot_set, grad_rows, grad_weights)
         return None, None, None, None, *grads, None, None
@@ -167,6 +170,7 @@ class _Combine(torch.autograd.Function):
         return buffer.combine(plan, hidden)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, None, None, differentiate_combine(ctx.buffer, ctx.plan, ctx.pool, ctx.slot_set, grad_output)
 

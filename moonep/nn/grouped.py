@@ -50,7 +50,7 @@ def compute(
     Returns:
         Output [C, H], undefined past the last offset; [n, F] and [n, F], n <= C.
     """
-    products = choose(weights, offsets, hidden, first, token_padding)
+    products = choose(weights, offsets, [hidden], first, token_padding)
     gate, up = _multiply_gate_up(products, hidden, weights, ready)
     z = products.activate(gate, up, route_weights)
     if ready is not None:
@@ -89,7 +89,7 @@ def differentiate(
     Returns:
         [C, H], undefined past the last offset; [C] fp32.
     """
-    products = choose(weights, offsets, grad_out, first, token_padding)
+    products = choose(weights, offsets, [grad_out, hidden], first, token_padding)
     again = not products_saved
     gate, up = _multiply_gate_up(products, hidden, weights, ready) if again else products_saved
     waits = None if ready is None else partial(ready, "down")
@@ -119,9 +119,9 @@ def _multiply_gate_up(products: Products, x: Tensor, weights: Weights, ready: Re
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Rows of group g times weight[g]: [n, H] x [G, H, F] -> [n, F]. `offsets`: [G] int32 end rows, the last one n."""
-    return choose({"weight": weight}, offsets, x, None, 1).multiply(Job([(x, weight)]))[0]
+    return choose({"weight": weight}, offsets, [x], None, 1).multiply(Job([(x, weight)]))[0]
 
 
 def add_weight_grad(grad: Tensor, x: Tensor, grad_y: Tensor, offsets: Tensor, token_padding: int = 1) -> None:
     """grad[g] += x[rows of g]^T grad_y[rows of g] in fp32; groups without rows are not changed."""
-    choose({}, offsets, x, None, token_padding).add_weight_grad(grad, x, grad_y)
+    choose({}, offsets, [x, grad_y], None, token_padding).add_weight_grad(grad, x, grad_y)

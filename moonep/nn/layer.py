@@ -51,7 +51,7 @@ def forward(
         Output [s, H]; what backward needs: (rows [C, H], route weights [C]), and, if `save` is ROWS, (rows times gate,
         rows times up) [n, F], or, if it is TOKENS, (hidden, route_weights); the plan.
     """
-    pool.sync_if_updated()
+    pool.sync_if_updated(training=save != NOTHING)
     tokens, weights = hidden.contiguous(), route_weights.contiguous()
     keep = save in (ROWS, INPUTS)
     rows, row_weights, _, plan = buffer.dispatch(

@@ -56,30 +56,34 @@ class Products(Protocol):
 
 
 def choose(
-    weights: Mapping[str, Tensor], offsets: Tensor, hidden: Tensor, first: int | None, token_padding: int
+    weights: Mapping[str, Tensor], offsets: Tensor, rows: Sequence[Tensor], first: int | None, token_padding: int
 ) -> Products:
     """The kernels where they can run and nothing speaks for torch; see `MOONEP_PRODUCTS`.
 
     Args:
         weights: of all groups.
         offsets: [G] int32.
-        hidden: rows [C, ...].
+        rows: what is multiplied; the first has C of them.
         first: how many groups come first; None: all.
         token_padding: groups have multiples of so many rows.
     """
-    if hidden.is_cuda and _kernels_take(weights, hidden):
-        return KernelProducts(offsets, hidden, first, token_padding)
-    return TorchProducts(offsets, len(hidden))
+    if rows[0].is_cuda and _kernels_take([*rows, *weights.values()]):
+        return KernelProducts(offsets, rows[0], first, token_padding)
+    return TorchProducts(offsets, len(rows[0]))
 
 
-def _kernels_take(weights: Mapping[str, Tensor], hidden: Tensor) -> bool:
+def _kernels_take(operands: Sequence[Tensor]) -> bool:
     from moonep.kernels import grouped as kernels
 
+    device, dtype = operands[0].device, operands[0].dtype
     # Not measured there: torch's own are known to be good.
-    by_torch = torch.cuda.get_device_capability(hidden.device)[0] >= 10 and hidden.dtype == torch.bfloat16
-    if (environment.products() or ("torch" if by_torch else "kernels")) == "torch":
+    by_torch = torch.cuda.get_device_capability(device)[0] >= 10 and dtype == torch.bfloat16
+    asked = environment.products()
+    if asked not in (None, "kernels", "torch"):
+        raise ValueError(f"MOONEP_PRODUCTS: given {asked!r}, expected 'kernels' or 'torch'")
+    if (asked or ("torch" if by_torch else "kernels")) == "torch":
         return False
-    return all(kernels.takes(t) for t in (hidden, *weights.values()))
+    return all(kernels.takes(t) and t.dtype == dtype for t in operands)
 
 
 class KernelProducts:
@@ -186,7 +190,8 @@ class TorchProducts:
         return grad_gate, grad_up, (a * s * b * w).to(dtype), grad_weights
 
     def add_weight_grad(self, grad: Tensor, x: Tensor, grad_y: Tensor) -> None:
-        if grad.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
+        taken = x.dtype == torch.bfloat16 and _torch_takes(x) and _torch_takes(grad_y)
+        if grad.is_cuda and taken and hasattr(F, "grouped_mm"):
             product = F.grouped_mm(x.t(), grad_y, offs=self._offsets)  # rounded to bf16
             has_rows = torch.diff(self._offsets, prepend=self._offsets.new_zeros(1)) > 0
             grad += torch.where(has_rows[:, None, None], product, 0)

@@ -53,11 +53,6 @@ class RoutedExperts(NotCopied):
         if not isinstance(pool, ExpertPool):
             raise ValueError(f"pool: given {type(pool).__name__}, expected an ExpertPool")
         d = buffer.dims
-        if (pool.E, pool.B, pool.R) != (d.E, d.B, d.R):
-            raise ValueError(
-                f"pool: given E, B, ranks = {pool.E}, {pool.B}, {pool.R}, "
-                f"expected those of the Buffer: {d.E}, {d.B}, {d.R}"
-            )
         check_pool(pool, d)
         for p in pool.projections:
             if p.dtype != buffer.dtype:

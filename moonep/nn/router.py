@@ -19,7 +19,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores every expert, picks the top K, and weighs them by their scores. In fp32.
+    """Scores every expert, picks the top K, and weighs them by their scores. In fp32, under autocast, too.
 
     Args:
         hidden: H.
@@ -57,6 +57,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x: [s, H] any floating dtype."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self._choose(x)
+
+    def _choose(self, x: Tensor) -> Routing:
         logits = nn.functional.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         ids = (scores + self.bias).topk(self.top_k, dim=-1).indices
