@@ -237,6 +237,56 @@ def test_forward_and_backward_replay_in_a_graph_with_other_routings(ranks):
         assert different > 1, "all routings had the same redundant experts"
 
 
+def mix_graph_and_eager() -> list[str]:
+    """A captured training step between an eager forward and its backward, and after an optimizer's step."""
+    device = use_gpu()
+    layer = make_layer(shared_ffn=64)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    x, grad = batch(0, device).requires_grad_(), batch(50, device)
+    other, other_grad = batch(1, device).requires_grad_(), batch(51, device)
+
+    def run(tokens: Tensor, gradient: Tensor, between: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+        tokens.grad = None
+        y = layer(tokens)
+        between()
+        for p in layer.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+        y.backward(gradient)
+        return {"y": y.detach(), "dx": tokens.grad, **layer.pool.local_grad}
+
+    def copies(results: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in results.items()}
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run(x, grad)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(x, grad)
+    alone = copies(run(other, other_grad))
+    mixed = copies(run(other, other_grad, between=graph.replay))
+    wrong = [f"eager: {name}" for name, want in alone.items() if not torch.equal(mixed[name], want)]
+    optimizer.step()
+    graph.replay()
+    replayed = copies(captured)
+    kept = x.grad
+    eager = copies(run(x, grad))
+    x.grad = kept
+    wrong += [f"replayed: {name}" for name, want in eager.items() if not torch.equal(replayed[name], want)]
+    layer.buffer.check()
+    return wrong
+
+
+def test_graphs_and_eager_calls_share_slots_and_weights(ranks):
+    assert ranks(2).run(mix_graph_and_eager) == [[], []]
+
+
 def create_and_destroy(times: int) -> list[int]:
     """Free device memory after each cycle."""
     use_gpu()
