@@ -5,7 +5,9 @@ No GPU is needed: kernels are not compiled, and Triton's launcher is the real on
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from moonep.dims import Dims
 from moonep.kernels.launch import Given, Launch, Launches
 from moonep.plan import Plan, PlanLayout
-from moonep.testing.launches import fake_backend
+from moonep.testing.launches import fake_backend, record_launches
 
 D = Dims(S=64, K=4, E=16, R=2, H=64, B=8)
 STREAM = 77
@@ -108,7 +110,7 @@ def compare(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Simple
         machine.repeated.append(machine.asked == asked)
         tensors = given if plan is None else {**given, **plan.views}
         begin = len(machine.notes)
-        for launch in self._make(*options):
+        for launch in self._make()(*options):
             launch.run(tensors)
         assert got == machine.notes[begin:]
         machine.last = dict((note[0], note) for note in got)
@@ -248,3 +250,23 @@ def test_a_changed_plan_is_another_with_one_tensor_replaced():
     assert changed.key == plan.key and changed.packed.data_ptr() != plan.packed.data_ptr()
     assert changed.dst.sum() == 3 * D.K and plan.dst.sum() == 0
     assert changed.packed.sum() == 3 * D.K
+
+
+@pytest.mark.parametrize("movers", ["portable", "bulk"])
+def test_a_backend_goes_with_its_last_reference(movers):
+    """Not when Python looks for cycles: its memory is a GPU's, of which Python knows nothing."""
+    gc.disable()
+    try:
+        backend = fake_backend(D, torch.bfloat16, movers=movers)
+        x, ids, weights = torch.zeros(5, D.H, dtype=torch.bfloat16), torch.zeros(5, D.K, dtype=torch.int32), None
+        with record_launches():
+            plan = backend.dispatch(x, weights, ids, None, owner=1)
+            backend.dispatch_with_plan(plan, x, weights, sync=True)
+            backend.combine(plan, torch.zeros(D.C, D.H, dtype=torch.bfloat16), None, sync=True)
+            backend.copy_rows(backend.forward, plan)
+            backend.barrier.wait()
+        parts = [weakref.ref(part) for part in (backend, backend.barrier, backend.movers, backend.forward.rows)]
+        del backend, plan
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()

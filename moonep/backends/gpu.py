@@ -54,7 +54,7 @@ class GpuBarrier:
         self.operation = OPERATIONS[0]
         self.limit = int(timeout_s * (_INTERPRETER_SPINS_A_SECOND if interpreting() else 1e9))
         self._on_gpu = signals.status.is_cuda
-        self._barrier = Launches(lambda: [self.launch()], signals.status.device)
+        self._barrier = Launches(self._stages, signals.status.device)
         self._number = 0
         self._refused = (1, 0)
         self.entered = False  # whether this rank has waited in the current operation: peers count on it
@@ -84,6 +84,9 @@ class GpuBarrier:
     def wait(self) -> None:
         """Enqueue a barrier: what every rank wrote before is visible to what is enqueued after it."""
         self._barrier.run((), self.waiting())
+
+    def _stages(self) -> list[Launch]:
+        return [self.launch()]
 
     def launch(self) -> Launch:
         """A barrier, as part of what is launched."""

@@ -8,6 +8,7 @@ Both say what is to be launched; what is `Given` with each call, the launchers s
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,7 +71,7 @@ class PortableMovers:
     """By loads and stores, on any GPU and in the interpreter."""
 
     def __init__(self, backend: GpuBackend, num_sms: int | None, num_local_sms: int | None):
-        self.backend = backend
+        self.backend: GpuBackend = weakref.proxy(backend)  # which owns this
         available = count_multiprocessors(backend.device)
         self.programs = num_sms or available
         self.local_programs = num_local_sms or num_sms or available
@@ -121,7 +122,7 @@ class BulkMovers:
     def __init__(self, backend: GpuBackend, num_sms: int | None, num_local_sms: int | None):
         from moonep.kernels import bulk
 
-        self.backend = backend
+        self.backend: GpuBackend = weakref.proxy(backend)  # which owns this
         available = count_multiprocessors(backend.device)
         if num_sms is None:
             senders = min(DEFAULT_SENDERS, available // 2)

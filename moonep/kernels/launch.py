@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -197,12 +198,13 @@ class Launches:
     same modulo 16: all that Triton compiles apart.
 
     Args:
-        make: options -> the launches.
+        make: a method, options -> the launches. Its object, which owns this one, is not kept alive: memory goes back
+            with the last reference to a Buffer, not when Python looks for cycles.
         device: of the tensors.
     """
 
     def __init__(self, make: Callable[..., Sequence[Launch]], device: torch.device):
-        self._make, self._device = make, device.index
+        self._make, self._device = WeakMethod(make), device.index
         self._made: dict[Hashable, Sequence[Launch]] = {}
         self._ready: dict[Hashable, Sequence[Launch]] = {}
 
@@ -228,7 +230,11 @@ class Launches:
             for launch in ready:
                 launch.repeat(stream, values)
             return
-        made = self._made.get(kind) or self._made.setdefault(kind, self._make(*options))
+        made = self._made.get(kind)
+        if made is None:
+            make = self._make()
+            assert make is not None, "its owner is gone"
+            made = self._made[kind] = make(*options)
         tensors = given if plan is None else {**given, **plan.views}
         for launch in made:
             launch.run(tensors)
