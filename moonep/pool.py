@@ -522,22 +522,32 @@ class ExpertPool(NotCopied):
         return self.grads and (name not in self.master or self.master[name].requires_grad)
 
     @torch.no_grad()
-    def ready_gradients(self) -> None:
+    def ready_gradients(self, zero: bool = True) -> list[str]:
         """Prepare `local_grad` for accumulation: honour what the optimizer did to `master[...].grad` since.
 
         `zero_grad(set_to_none=True)` means that gradients start from zero; a gradient that was replaced is taken over.
         A frozen parameter has none: an optimizer with weight decay would change it for one of zeros.
+
+        Args:
+            zero: False: those that start from zero are left as they are: the caller writes all of them.
+
+        Returns:
+            The projections whose gradients start from zero.
         """
+        fresh = []
         for name, parameter in self.master.items():
             if not parameter.requires_grad:
                 parameter.grad = None
                 continue
             own = self.local_grad[name]
             if parameter.grad is None:
-                own.zero_()
+                fresh.append(name)
+                if zero:
+                    own.zero_()
             elif parameter.grad.data_ptr() != own.data_ptr():
                 own.copy_(parameter.grad)
             parameter.grad = own
+        return fresh
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds: own weights and gradients, masters, slots and reduce buffers, and their sum.

@@ -50,7 +50,7 @@ def lines_of(comparison: Comparison, number: int, spoil: str | None = None) -> l
     def lost(self: Any, plan: Any, pool: Any, *_: Any, slot_set: int = 0, **__: Any) -> None:
         pool.release_gradients(slot_set)
 
-    def doubled(self: Any, grad: Any, x: Any, grad_y: Any) -> None:
+    def doubled(self: Any, grad: Any, x: Any, grad_y: Any, fresh: int = 0) -> None:
         grad[0] += 1
 
     second = dist.get_rank() == 1

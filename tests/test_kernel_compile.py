@@ -134,7 +134,7 @@ def test_products_compile_and_use_what_the_architecture_has(dtype, arch):
             assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx, launch.name
             assert ("cp.async.bulk.tensor" in ptx) == (arch >= 90), launch.name
         if launch.name == "_add_weight_grad_kernel" and arch >= 90:
-            assert ".add.v4.f32" in ptx, "gradients must be added 16 bytes at a time"
+            assert ".add.v4.f32" in ptx and "st.global.v4" in ptx, "gradients must be added 16 bytes at a time"
         elif launch.name in ("_activate_kernel", "_differentiate_kernel", "_multiply_kernel"):
             assert "st.global.v4.b32" in ptx, f"{launch.name}: no 16-byte stores"
         assert negated_in_minima_of_three(ptx) == [], launch.name

@@ -476,6 +476,24 @@ def run_inference_with_spill() -> tuple[float, int]:
     return relative(y, dense_moe(xs[rank], ids, route, *(weights[n] for n in PROJECTIONS))), redundant
 
 
+def run_fresh_gradients() -> dict[str, float]:
+    """Many tokens, then gradients from zero with one token: most experts have no rows, and gradients of 0."""
+    rank = dist.get_rank()
+    used, new = make_layer(3), make_layer(3)
+    xs, grads = make_batch(5)
+    used(xs[rank]).backward(grads[rank])
+    used.zero_grad(set_to_none=True)
+    for layer in (used, new):
+        layer(xs[rank][:1]).backward(grads[rank][:1])
+    assert any(not g.any() for g in new.experts["up"].grad), "all experts have rows"
+    return {name: relative(p.grad, new.experts[name].grad) for name, p in used.experts.items()}
+
+
+def test_gradients_that_start_from_zero_are_those_of_a_new_layer(ranks):
+    for errors in ranks(2).run(run_fresh_gradients):
+        assert max(errors.values()) == 0, errors
+
+
 def test_inference_with_fewer_slots_than_redundant_experts_equals_dense(ranks):
     results = ranks(2).run(run_inference_with_spill)
     assert all(error < 1e-5 for error, _ in results)

@@ -126,6 +126,39 @@ def test_first_groups_do_not_wait_in_the_interpreter(interpreters):
     assert calls == [*forward_and_backward, "done"], "then without waiting"
 
 
+def start_from_zero(groups: list[int], padding: int, device: str) -> list[float]:
+    """Weight gradients of which the first groups start from NaN. -> errors against torch, and what was not to change"""
+    case = Case(groups, 72, 40, torch.float32, device, stride=8)
+    grad, fresh = case.grads["gate"], 3
+    grad[:fresh] = POISON
+    wanted = torch.zeros(grad.shape)
+    wanted[fresh:] = grad[fresh:].cpu()
+    g = torch.Generator().manual_seed(3)
+    x, grad_y = (torch.randn(case.C, n, generator=g) for n in (72, 40))
+    TorchProducts(case.offsets.cpu(), case.C).add_weight_grad(wanted, x, grad_y)
+    products = KernelProducts(case.offsets, case.x, None, padding)
+    products.add_weight_grad(grad, x.to(device), grad_y.to(device), fresh=fresh)
+    by_torch = Case(groups, 72, 40, torch.float32, "cpu").grads["gate"]
+    by_torch[:fresh] = POISON
+    TorchProducts(case.offsets.cpu(), case.C).add_weight_grad(by_torch, x, grad_y, fresh=fresh)
+    return [relative(each.cpu(), wanted) for each in (grad, by_torch)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", ["ragged", "padded"])
+def test_gradients_that_start_from_zero_are_written_in_the_interpreter(interpreters, groups):
+    errors = interpreters(1).run(start_from_zero, *GROUPS[groups], "cpu")[0]
+    assert max(errors) < TOLERANCE[torch.float32], errors
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: kernels are interpreted here")
+@pytest.mark.parametrize("groups", ["ragged", "padded"])
+def test_gradients_that_start_from_zero_are_written_on_a_gpu(groups):
+    errors = start_from_zero(*GROUPS[groups], "cuda")
+    assert max(errors) < TOLERANCE[torch.float32], errors
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: kernels are interpreted here")
 @pytest.mark.parametrize("groups", [*GROUPS, "large"])

@@ -160,17 +160,20 @@ def _multiply_kernel(
     tl.store(at, round_to(sums, y.dtype.element_ty, INTERPRET), mask=keep)
 
 
-@triton.jit(do_not_specialize=["quads"])
+@triton.jit(do_not_specialize=["quads", "fresh"])
 def _add_weight_grad_kernel(
-    x, grad_y, grad, offsets, quads,
+    x, grad_y, grad, offsets, quads, fresh,
     M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, g): tile p of grad[g] += x^T grad_y over the rows of group g; WHOLE: they are multiples of BK."""
+    """Program (p, g): tile p of grad[g] += x^T grad_y over the rows of group g; WHOLE: they are multiples of BK.
+
+    Groups below `fresh` are written, with or without rows.
+    """
     g = tl.program_id(1)
     end = tl.load(offsets + g)
     begin = tl.load(offsets + g - 1, mask=g > 0, other=0)
-    if end <= begin:
+    if (end <= begin) & (g >= fresh):
         return
     across: tl.constexpr = tl.cdiv(min(M, N), BN if N <= M else BM)  # the shorter side first: its operand stays in L2
     first, second = tl.program_id(0) % across, tl.program_id(0) // across
@@ -191,8 +194,11 @@ def _add_weight_grad_kernel(
     rows, cols = m + tl.arange(0, BM), n + tl.arange(0, BN)
     keep = (rows < M)[:, None] & (cols < N)[None, :]
     at = grad + g.to(tl.int64) * quads * QUAD + rows.to(tl.int64)[:, None] * N + cols[None, :]
-    # One program adds to an element: the sum does not depend on time. The L2 cache adds, and nobody waits for it.
-    tl.atomic_add(at, sums, mask=keep, sem="relaxed")
+    if g < fresh:
+        tl.store(at, sums, mask=keep)
+    else:
+        # One program adds to an element: the sum does not depend on time. The L2 cache adds, and nobody waits for it.
+        tl.atomic_add(at, sums, mask=keep, sem="relaxed")
 
 
 def takes(operand: Tensor) -> bool:
@@ -249,7 +255,7 @@ def multiply(
     )
 
 
-def add_weight_grad(tiles: Tiles, x: Tensor, grad_y: Tensor, grad: Tensor, token_padding: int) -> None:
+def add_weight_grad(tiles: Tiles, x: Tensor, grad_y: Tensor, grad: Tensor, token_padding: int, fresh: int = 0) -> None:
     """grad[g] += x^T grad_y over the rows of each group g, in fp32. Groups without rows are not touched.
 
     Args:
@@ -257,13 +263,14 @@ def add_weight_grad(tiles: Tiles, x: Tensor, grad_y: Tensor, grad: Tensor, token
         x: [C, M]; grad_y: [C, N], the same dtype.
         grad: [G, M, N] fp32, each group's dense.
         token_padding: groups have multiples of so many rows.
+        fresh: how many of the first groups start from zero, whatever `grad` holds.
     """
     assert takes(grad) and grad.dtype == torch.float32
     b = tiles.blocks
     G, M, N = grad.shape
     grid = (ceil_div(M, b.rows) * ceil_div(N, b.columns), G)
     quads = grad.stride(0) // QUAD.value
-    args = (_rows(x, b.depth, b.rows), _rows(grad_y, b.depth, b.columns), grad, tiles.offsets, quads)
+    args = (_rows(x, b.depth, b.rows), _rows(grad_y, b.depth, b.columns), grad, tiles.offsets, quads, fresh)
     launch(
         _add_weight_grad_kernel,
         grid,

@@ -126,10 +126,10 @@ def differentiate_rows(
         [C, H], undefined past the plan's last offset; [C] fp32.
     """
     weights, offsets, first, ready = _weights(pool, plan, slot_set, ready)
-    grads = {}
+    grads, fresh = {}, []
     if pool.grads:
         pool.claim_gradients(plan, slot_set)
-        pool.ready_gradients()
+        fresh = pool.ready_gradients(zero=False)
         grads = {name: grad for name, grad in pool.compact_grad_of(slot_set).items() if pool.trains(name)}
     return grouped.differentiate(
         weights,
@@ -140,6 +140,7 @@ def differentiate_rows(
         route_weights,
         products,
         in_place=in_place,
+        fresh=fresh,
         first=first,
         ready=ready,
         weights_done=weights_done,

@@ -10,7 +10,7 @@ are made is `moonep.nn.products`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -69,6 +69,7 @@ def differentiate(
     products_saved: Sequence[Tensor] = (),
     *,
     in_place: bool = False,
+    fresh: Collection[str] = (),
     first: int | None = None,
     ready: Ready | None = None,
     weights_done: Callable[[], None] | None = None,
@@ -83,6 +84,7 @@ def differentiate(
         hidden, route_weights: its inputs, at least the rows in use.
         products_saved: what it returned with the output; empty: computed again.
         in_place: write the gradient of the rows over `grad_out`.
+        fresh: of which projections the first groups' gradients start from zero, whatever is in `grads`.
         ready: see `compute`; in the order of BACKWARD_ORDER, or of ORDER if products are computed again.
         weights_done: called when all weight gradients have been enqueued, before the gradient of the rows.
 
@@ -97,8 +99,10 @@ def differentiate(
     grad_gate, grad_up, z, grad_weights = products.differentiate(grad_z, gate, up, route_weights)
     del grad_z, gate, up
     pairs = {"gate": (hidden, grad_gate), "up": (hidden, grad_up), "down": (z, grad_out)}
+    assert set(fresh) <= set(grads), "what starts from zero is written here"
+    own = len(offsets) if first is None else first
     for name, grad in grads.items():
-        products.add_weight_grad(grad, *pairs[name])
+        products.add_weight_grad(grad, *pairs[name], fresh=own if name in fresh else 0)
     if weights_done is not None:
         weights_done()
     del pairs, z

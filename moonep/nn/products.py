@@ -48,8 +48,11 @@ class Products(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gradients of gate and up, what `activate` returned, and the gradient of route weights [C] fp32."""
 
-    def add_weight_grad(self, grad: Tensor, x: Tensor, grad_y: Tensor) -> None:
-        """grad[g] += x^T grad_y over the rows of group g, in fp32. Groups without rows are not touched."""
+    def add_weight_grad(self, grad: Tensor, x: Tensor, grad_y: Tensor, fresh: int = 0) -> None:
+        """grad[g] += x^T grad_y over the rows of group g, in fp32. Groups without rows are not touched.
+
+        The first `fresh` groups start from zero, whatever `grad` holds.
+        """
 
     def all_rows(self, rows: Tensor) -> Tensor:
         """A result of `multiply` as [C, N]."""
@@ -126,10 +129,10 @@ class KernelProducts:
 
         return swiglu.differentiate(grad_z, gate, up, route_weights, self._offsets)
 
-    def add_weight_grad(self, grad: Tensor, x: Tensor, grad_y: Tensor) -> None:
+    def add_weight_grad(self, grad: Tensor, x: Tensor, grad_y: Tensor, fresh: int = 0) -> None:
         from moonep.kernels import grouped as kernels
 
-        kernels.add_weight_grad(self._tiles, x, grad_y, grad, self._token_padding)
+        kernels.add_weight_grad(self._tiles, x, grad_y, grad, self._token_padding, fresh)
 
     def all_rows(self, rows: Tensor) -> Tensor:
         return rows
@@ -189,7 +192,8 @@ class TorchProducts:
         grad_gate = (g * b * s * (1 + a * (1 - s))).to(dtype)
         return grad_gate, grad_up, (a * s * b * w).to(dtype), grad_weights
 
-    def add_weight_grad(self, grad: Tensor, x: Tensor, grad_y: Tensor) -> None:
+    def add_weight_grad(self, grad: Tensor, x: Tensor, grad_y: Tensor, fresh: int = 0) -> None:
+        grad[:fresh].zero_()
         taken = x.dtype == torch.bfloat16 and _torch_takes(x) and _torch_takes(grad_y)
         if grad.is_cuda and taken and hasattr(F, "grouped_mm"):
             product = F.grouped_mm(x.t(), grad_y, offs=self._offsets)  # rounded to bf16
