@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.library import opcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -406,7 +405,7 @@ def test_operators_pass_opcheck(monkeypatch, save):
     ids = torch.randint(L, (S, K), generator=torch.Generator().manual_seed(1))
     anchor = functional.make_anchor() if trained else None
     args = (operators.ORDER.last, routed._number, x, weights, ids, anchor, 0, save, routed._sizes)
-    assert set(opcheck(operators.routed_experts, args).values()) == {"SUCCESS"}
+    assert set(library.opcheck(operators.routed_experts, args).values()) == {"SUCCESS"}
     if not trained:
         return
     with torch.no_grad():
@@ -414,7 +413,7 @@ def test_operators_pass_opcheck(monkeypatch, save):
     saved, (_, plan) = saved[: operators.NUM_SAVED], saved[operators.NUM_SAVED :]
     saved = {"inputs": saved[:2], "tokens": [x.detach(), weights.detach()]}.get(save, saved)
     args = (key, routed._number, make_tokens(6), saved, plan, key, 0, save, K)
-    assert set(opcheck(operators.routed_experts_backward, args).values()) == {"SUCCESS"}
+    assert set(library.opcheck(operators.routed_experts_backward, args).values()) == {"SUCCESS"}
 
 
 def test_operators_keep_no_layer_alive_and_say_when_one_is_gone():

@@ -30,7 +30,7 @@ _MIN_BOXES = 64  # of an expert: smaller ones are moved as fast by loads and sto
 def _fill_slots_bulk_kernel(
     weights, slots, experts_to_copy, status, rank, programs,
     R: tl.constexpr, B: tl.constexpr, RBP: tl.constexpr, BOXES: tl.constexpr, LINES: tl.constexpr,
-    WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program p: every programs-th box of all slots that this rank uses."""
     if tl.load(status) != 0:
@@ -120,7 +120,7 @@ def fill_slots(
     launch(
         _fill_slots_bulk_kernel, (programs,),
         (_descriptor(words, box), target, experts_to_copy, status, rank, programs),
-        num_warps=_WARPS, R=R, B=B, RBP=next_power_of_2(R * B), BOXES=boxes, LINES=LINES, WIDTH=WIDTH, STAGES=STAGES,
+        num_warps=_WARPS, R=R, B=B, RBP=next_power_of_2(R * B), BOXES=boxes, LINES=LINES, STAGES=STAGES,
     )  # fmt: skip
 
 

@@ -27,8 +27,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from moonep.arguments import describe
 from moonep.dims import Dims
@@ -90,7 +89,7 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):
     _tags.append(torch.Tag.cudagraph_unsafe)  # a replay would not run what happens on the host
 
 
-@custom_op(
+@library.custom_op(
     "moonep::routed_experts",
     mutates_args=(),
     schema="(Tensor after, Tensor number, Tensor hidden, Tensor route_weights, Tensor topk_experts, Tensor? anchor, "
@@ -147,7 +146,7 @@ def routed_experts(
     return output, *saved, plan.load.clone(), plan.packed, key
 
 
-@custom_op(
+@library.custom_op(
     "moonep::routed_experts_backward",
     mutates_args=(),
     schema="(Tensor before, Tensor number, Tensor grad_output, Tensor[] saved, Tensor plan, Tensor key, "
@@ -193,7 +192,7 @@ def routed_experts_backward(
     return grad_hidden, grad_weights, torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
-@custom_op("moonep::refuse", mutates_args=(), tags=_tags)
+@library.custom_op("moonep::refuse", mutates_args=(), tags=_tags)
 def refuse(number: Tensor, name: str, given: Tensor, expected: str) -> Tensor:
     """Raise a ValueError in place of the dispatch; peers that are in it raise PeerError."""
     _find(number).buffer.refuse("dispatch", f"{name}: given {describe(given)}, expected {expected}")
