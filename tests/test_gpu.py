@@ -182,6 +182,30 @@ def test_a_training_step_never_waits_for_the_device(ranks):
     assert all(ranks(2).run(train_without_syncs))
 
 
+def read_after_backward_on_another_stream() -> list[str]:
+    """Only experts are trained, and backward is called on another stream. -> gradients that were read too early"""
+    device = use_gpu()
+    layer = make_layer(save="tokens")
+    layer.router.weight.requires_grad_(False)
+    x, grad = batch(1, device), batch(2, device)
+    layer(x).backward(grad)
+    want = {n: layer.experts[n].grad.clone() for n in PROJECTIONS}
+    layer.zero_grad()
+    other = torch.cuda.Stream(device)
+    y = layer(x)
+    other.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(100_000_000)  # so that hosts are far ahead
+        y.backward(grad)
+        got = {n: layer.experts[n].grad.clone() for n in PROJECTIONS}
+    torch.cuda.synchronize(device)
+    return [n for n in PROJECTIONS if not torch.equal(got[n], want[n])]
+
+
+def test_backward_on_another_stream_is_waited_for(ranks):
+    assert ranks(2).run(read_after_backward_on_another_stream) == [[], []]
+
+
 def replay_graph() -> int:
     """Capture forward and backward once; replay with other routings; compare with eager, bit for bit."""
     device = use_gpu()

@@ -30,9 +30,9 @@ VECTORS = {"_send_rows_kernel", "_expand_rows_kernel", "_copy_used_kernel", "_pu
 VECTORS |= {"_sum_partials_kernel", "_fill_slots_kernel", "_add_slots_kernel", "_clear_slots_kernel"}
 
 
-def all_launches(d: Dims, dtype: torch.dtype, movers: str = "portable") -> list[Launch]:
+def all_launches(d: Dims, dtype: torch.dtype, movers: str = "portable", early: bool = False) -> list[Launch]:
     """Every operation once, recorded."""
-    backend = fake_backend(d, dtype, movers=movers)
+    backend = fake_backend(d, dtype, movers=movers, early=early)
     x, ids, weights = torch.zeros(64, d.H, dtype=dtype), torch.zeros(64, d.K, dtype=torch.int32), torch.zeros(64, d.K)
     full, own = torch.zeros(d.G, 4, 8, dtype=torch.bfloat16), torch.zeros(d.L, 4, 8)
     slots, slots_bf16 = torch.zeros(d.R, d.B, 4, 8), torch.zeros(d.R, d.B, 4, 8, dtype=torch.bfloat16)
@@ -81,6 +81,25 @@ def test_bulk_movers_compile_and_order_memory(size, arch):
         else:
             assert "st.global.v4.b32" in ptx, "partial sums must be written 16 bytes at a time"
         assert negated_in_minima_of_three(ptx) == [], launch.name
+
+
+WAITS_FOR_PEERS = {"_agree_kernel", "_barrier_kernel"}
+MOVES = {"_dispatch_kernel", "_combine_kernel"}
+GLOBAL_ACCESS = re.compile(r"\b(?:ld\.(?:\w+\.)*global|st\.(?:\w+\.)*global|atom\.|red\.|cp\.async)")
+
+
+@pytest.mark.parametrize(("size", "arch"), [("R2-E384", 90), ("R8-E64-spill-tolerance", 100), ("R1-E16", 90)])
+def test_kernels_that_start_early_touch_nothing_before_the_one_before_has_ended(size, arch):
+    launches = [x for x in all_launches(*SIZES[size], movers="bulk", early=True) if x.constants.get("EARLY")]
+    assert {x.name for x in launches} >= WAITS_FOR_PEERS | MOVES | {"_count_blocks_kernel", "_assign_rows_kernel"}
+    for launch in launches:
+        ptx = launch.compile(arch).asm["ptx"]
+        wait, admit = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
+        touched = [access.start() for access in GLOBAL_ACCESS.finditer(ptx)]
+        assert 0 <= wait < touched[0], launch.name
+        assert (admit > wait) == (launch.name not in MOVES), "movers keep their multiprocessors to the end"
+        if launch.name in WAITS_FOR_PEERS:
+            assert ptx.find("sys.acquire") < admit, "who is admitted keeps multiprocessors while this waits for peers"
 
 
 def call_bulk_weights(dtype: torch.dtype, lines: int) -> None:

@@ -61,15 +61,19 @@ def open_backend(
     num_sms: int | None,
     num_local_sms: int | None,
     priority: int,
+    enable_pdl: bool,
 ) -> CpuBackend | GpuBackend:
     """The backend of one Buffer. Collective."""
     if name == "cpu":
         from moonep.backends.cpu import CpuBackend
 
         return CpuBackend(dims, dtype, peers, timeout_s)
+    from moonep.backends import movers
     from moonep.backends.gpu import GpuBackend
 
-    return GpuBackend(dims, dtype, peers, timeout_s, open_memory(name), num_sms, num_local_sms, priority)
+    memory = open_memory(name)
+    early = enable_pdl and movers.starts_early(memory.device)
+    return GpuBackend(dims, dtype, peers, timeout_s, memory, num_sms, num_local_sms, priority, early)
 
 
 def movers_must_agree(backend: str, dims: Dims, dtype: torch.dtype) -> dict[str, str]:

@@ -46,7 +46,7 @@ class GpuBarrier:
     A status word has no room for a message: a rank that refuses or fails leaves a note, which its peers read only then.
     """
 
-    def __init__(self, signals: barriers.Signals, peers: Peers, timeout_s: float):
+    def __init__(self, signals: barriers.Signals, peers: Peers, timeout_s: float, early: bool = False):
         self.rank, self.size, self.timeout_s = peers.rank, peers.size, timeout_s
         self.signals, self._peers = signals, peers
         self._reported = (ctypes.c_int32 * 2).from_address(signals.host_status.data_ptr())
@@ -54,7 +54,7 @@ class GpuBarrier:
         self.operation = OPERATIONS[0]
         self.limit = int(timeout_s * (_INTERPRETER_SPINS_A_SECOND if interpreting() else 1e9))
         self._on_gpu = signals.status.is_cuda
-        self._barrier = Launches(self._stages, signals.status.device)
+        self._barrier = Launches(self._stages, signals.status.device, early)
         self._number = 0
         self._refused = (1, 0)
         self.entered = False  # whether this rank has waited in the current operation: peers count on it
@@ -151,6 +151,7 @@ class GpuBackend:
         num_sms: int | None,
         num_local_sms: int | None,
         stream_priority: int,
+        early: bool = False,
         kind_of_movers: str | None = None,
     ):
         d = self.dims = dims
@@ -176,14 +177,14 @@ class GpuBackend:
         epoch, status, host_status = barriers.new_words(self.device)
         self.status, self.host_status = status, host_status
         signals = barriers.Signals(*self.of_all("signals"), *self.of_all("faults"), epoch, status, host_status)
-        self.barrier = GpuBarrier(signals, peers, timeout_s)
+        self.barrier = GpuBarrier(signals, peers, timeout_s, early)
         self.tables = rows.Tables.make(d, self.device)
         self.solution = solve.Solution.empty(d, self.device)
         self.plan_layout = PlanLayout(d)
-        self._planning = Launches(self._plan_stages, self.device)
-        self._dispatching = Launches(self._dispatch_stages, self.device)
-        self._redispatching = Launches(self._redispatch_stages, self.device)
-        self._combining = Launches(self._combine_stages, self.device)
+        self._planning = Launches(self._plan_stages, self.device, early)
+        self._dispatching = Launches(self._dispatch_stages, self.device, early)
+        self._redispatching = Launches(self._redispatch_stages, self.device, early)
+        self._combining = Launches(self._combine_stages, self.device, early)
         self._copying = Launches(self._copy_stages, self.device)
         self.stream: torch.cuda.Stream | None = None
         self.movers = make_movers(self, num_sms, num_local_sms)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moonep.backends.regions import RowRegion
 
 NAMES = ("bulk", "portable")
-BULK_CAPABILITY = 9
+BULK_CAPABILITY = EARLY_CAPABILITY = 9
 DEFAULT_SENDERS = 32  # enough for the links; the other multiprocessors copy within the GPU
 MULTIPROCESSORS_OF_THE_HOST = 3  # programs, in the interpreter
 
@@ -57,7 +57,17 @@ def copies_in_bulk(device: torch.device) -> bool:
 
 
 def _has_bulk_copies(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= BULK_CAPABILITY
+    return capability(device) >= BULK_CAPABILITY
+
+
+def capability(device: torch.device) -> int:
+    """The major compute capability; 0 where there is no GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels can be launched while those before them still run."""
+    return capability(device) >= EARLY_CAPABILITY
 
 
 def count_multiprocessors(device: torch.device) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moonep.dims import next_power_of_2
 from moonep.environment import interpreting
+from moonep.kernels.early import admit_next, await_previous
 from moonep.kernels.launch import Given, Launch
 
 TIMEOUT, REFUSED, FAILED, OTHER_OPERATION, BAD_ID, BAD_COUNT = range(1, 7)
@@ -123,15 +124,17 @@ def wait(
 @triton.jit(do_not_specialize=["rank", "operation", "number", "limit"])
 def _barrier_kernel(
     signals, signal_stride, faults, fault_stride, epoch, status, host_status, rank, operation, number, limit,
-    R: tl.constexpr, RP: tl.constexpr, NF: tl.constexpr, TIMER: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, NF: tl.constexpr, TIMER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program."""
+    await_previous(EARLY)
     arrive(signals, signal_stride, faults, fault_stride, epoch, status, rank, operation, R, RP, NF)
     tl.debug_barrier()
     wait(
         signals, signal_stride, faults, fault_stride, epoch, status, host_status, rank, operation, number, limit,
         R, RP, NF, TIMER,
     )  # fmt: skip
+    admit_next(EARLY)
 
 
 @triton.jit(do_not_specialize=["rank", "refused", "poison"])
@@ -183,7 +186,8 @@ def barrier(s: Signals, rank: int, R: int, limit: int) -> Launch:
             s.signals, s.signal_stride, s.faults, s.fault_stride, s.epoch, s.status, s.host_status, rank,
             Given("operation"), Given("number"), limit,
         ),
-        R=R, RP=next_power_of_2(R), NF=NUM_FAULTS, TIMER=not interpreting(), num_warps=1,
+        R=R, RP=next_power_of_2(R), NF=NUM_FAULTS, TIMER=not interpreting(), EARLY=False,
+        num_warps=1,
     )  # fmt: skip
 
 

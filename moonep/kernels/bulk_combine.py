@@ -8,6 +8,7 @@ each: while one waits or stores, the other adds.
 
 from __future__ import annotations
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -305,8 +306,11 @@ def _combine_kernel(
     HAS_WEIGHTS: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr, K: gl.constexpr,
     W: gl.constexpr, C: gl.constexpr, H: gl.constexpr, CHUNK: gl.constexpr, SLOTS: gl.constexpr,
     OUTER: gl.constexpr, INNER: gl.constexpr, VECTOR: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Programs [0, N) push, the next M finish, one more gathers route weights. Each team has WARPS warps."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     if read_status(status) != 0:
         return
     DTYPE: gl.constexpr = rows.dtype
@@ -397,5 +401,5 @@ def sum_rows(
         HAS_WEIGHTS=int(weights is not None), N=senders, M=finishers, R=d.R, S=d.S, K=d.K, W=d.W, C=d.C, H=d.H,
         CHUNK=bulk.chunk_tokens(d.S), SLOTS=slots, OUTER=outer,
         INNER=inner, VECTOR=vector, LANES=min(32, inner // vector), WARPS=TEAM_WARPS,
-        num_warps=TEAM_WARPS,
+        EARLY=False, num_warps=TEAM_WARPS,
     )  # fmt: skip

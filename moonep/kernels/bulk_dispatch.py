@@ -9,6 +9,7 @@ its own.
 
 from __future__ import annotations
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -382,9 +383,11 @@ def _dispatch_kernel(
     words, faults, fault_stride, status, host_status, rank, operation, number, limit,
     FRESH: gl.constexpr, HAS_WEIGHTS: gl.constexpr, N: gl.constexpr, M: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
     K: gl.constexpr, W: gl.constexpr, C: gl.constexpr, G: gl.constexpr, PP: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr, WAIT: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK: gl.constexpr, INNER: gl.constexpr, WAIT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Programs [0, N) send, the M others copy: four warps each, which share nothing, and four that attend."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     if read_status(status) != 0:
         return
     BYTES: gl.constexpr = BLOCK * INNER * 4
@@ -489,5 +492,5 @@ def move_rows(
         FRESH=arriving is not None, HAS_WEIGHTS=arriving_weights is not None, N=senders, M=copiers, R=d.R, S=d.S,
         K=d.K, W=d.W, C=d.C, G=d.G, PP=max(128, next_power_of_2(d.P)),
         CHUNK=bulk.chunk_tokens(d.S), STAGES=stages, BLOCK=shape.block, INNER=shape.inner,
-        WAIT=bulk.waiting_for(d.W), num_warps=4,
+        WAIT=bulk.waiting_for(d.W), EARLY=False, num_warps=4,
     )  # fmt: skip

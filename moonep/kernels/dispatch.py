@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moonep.dims import Dims, ceil_div, next_power_of_2
 from moonep.kernels.constants import ARRIVAL_ROW, NO_ARRIVAL
+from moonep.kernels.early import admit_next, await_previous
 from moonep.kernels.launch import Given, Launch
 
 WIDTH_PER_PROGRAM = 4096
@@ -57,9 +58,12 @@ def _send_rows_kernel(
 
 @triton.jit(do_not_specialize=["count", "rank"])
 def _send_weights_kernel(
-    route_weights, status, weights, weights_stride, count, rank, R: tl.constexpr, SK: tl.constexpr, BA: tl.constexpr
+    route_weights, status, weights, weights_stride, count, rank, R: tl.constexpr, SK: tl.constexpr, BA: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Route weights to every rank. Remote stores are ordered by what follows in the stream."""
+    await_previous(EARLY)
+    admit_next(EARLY)
     if tl.load(status) != 0:
         return
     a = tl.program_id(0) * BA + tl.arange(0, BA)
@@ -168,7 +172,7 @@ def send_weights(status: Tensor, weights: Tensor, weights_stride: int, rank: int
     return Launch(
         _send_weights_kernel, (Given("weight_blocks"),),
         (Given("route_weights"), status, weights, weights_stride, Given("num_weights"), rank),
-        R=weights.shape[0], SK=weights[0].numel(), BA=WEIGHTS_PER_PROGRAM,
+        R=weights.shape[0], SK=weights[0].numel(), BA=WEIGHTS_PER_PROGRAM, EARLY=False,
     )  # fmt: skip
 
 

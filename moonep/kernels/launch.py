@@ -124,7 +124,7 @@ class Launch:
         kernel: whose constexpr parameters come last.
         grid: one to three dimensions. Nothing is launched if the first is 0.
         args: tensors, descriptors, integers and `Given`, in order.
-        num_warps, constants: as in Triton.
+        num_warps, constants: as in Triton. `EARLY` among them: see `start_early`.
 
     Attributes:
         ready: whether Triton has compiled it for a GPU, so that it can be repeated.
@@ -134,7 +134,14 @@ class Launch:
         self, kernel: Any, grid: tuple[int | Given, ...], args: Sequence[Any], *, num_warps: int = 4, **constants: Any
     ):
         self.kernel, self.grid, self.args, self.num_warps, self.constants = kernel, grid, args, num_warps, constants
+        self._options: dict[str, Any] = {}
         self.ready = False
+
+    def start_early(self) -> None:
+        """Launch it while the kernel before still runs, if it is made for that: `moonep.kernels.early`."""
+        if "EARLY" in self.constants:
+            self.constants["EARLY"] = True
+            self._options["launch_pdl"] = True
 
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch through Triton. values: tensors, and integers that the kernel does not specialise on."""
@@ -142,7 +149,7 @@ class Launch:
         if grid[0] == 0:
             return
         args = [arg.of(values) if isinstance(arg, Given) else arg for arg in self.args]
-        compiled = self.kernel[grid](*args, num_warps=self.num_warps, **self.constants)
+        compiled = self.kernel[grid](*args, num_warps=self.num_warps, **self._options, **self.constants)
         if not self.ready and hasattr(compiled, "packed_metadata"):  # neither interpreted nor recorded
             self._prepare(compiled, args)
 
@@ -201,10 +208,11 @@ class Launches:
         make: a method, options -> the launches. Its object, which owns this one, is not kept alive: memory goes back
             with the last reference to a Buffer, not when Python looks for cycles.
         device: of the tensors.
+        early: launch those early that are made for it.
     """
 
-    def __init__(self, make: Callable[..., Sequence[Launch]], device: torch.device):
-        self._make, self._device = WeakMethod(make), device.index
+    def __init__(self, make: Callable[..., Sequence[Launch]], device: torch.device, early: bool = False):
+        self._make, self._device, self._early = WeakMethod(make), device.index, early
         self._made: dict[Hashable, Sequence[Launch]] = {}
         self._ready: dict[Hashable, Sequence[Launch]] = {}
 
@@ -235,6 +243,8 @@ class Launches:
             make = self._make()
             assert make is not None, "its owner is gone"
             made = self._made[kind] = make(*options)
+            for launch in made if self._early else ():
+                launch.start_early()
         tensors = given if plan is None else {**given, **plan.views}
         for launch in made:
             launch.run(tensors)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moonep.dims import Dims, ceil_div, next_power_of_2
 from moonep.kernels.barrier import NUM_FAULTS, Signals, arrive
+from moonep.kernels.early import admit_next, await_previous
 from moonep.kernels.launch import Given, Launch
 
 BLOCK = 128  # assignments of a block, padding of K to a power of two included
@@ -26,9 +27,11 @@ PUBLISHED = 2048  # counts that a program takes
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count_blocks_kernel(
     topk, counts, host_status, num_tokens, NB: tl.constexpr, E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    TB: tl.constexpr,
+    TB: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program b counts the tokens [b * TB, (b + 1) * TB). An id out of range counts as masked and is reported."""
+    await_previous(EARLY)
+    admit_next(EARLY)
     b = tl.program_id(0)
     i = tl.arange(0, TB * KP)
     token, k = b * TB + i // KP, i % KP
@@ -43,12 +46,14 @@ def _publish_load_kernel(
     counts, before, ticket, load, load_stride, tokens, tokens_stride, given, signals, signal_stride, faults,
     fault_stride, epoch, status, host_status, num_tokens, num_blocks, num_programs, rank, operation,
     NB: tl.constexpr, NBP: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    NF: tl.constexpr, CHECK: tl.constexpr,
+    NF: tl.constexpr, CHECK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program i: BE experts: exclusive sums over blocks, the totals into load[rank] of every peer; counts become 0.
 
     The last program to end arrives at the barrier.
     """
+    await_previous(EARLY)
+    admit_next(EARLY)
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     b = tl.arange(0, NBP)
     at = e[:, None] * NB + b[None, :]
@@ -99,7 +104,7 @@ def count_load(
             (
                 Given("topk"), blocks.counts, s.host_status, num_tokens,
             ),
-            NB=NB, E=d.E, K=d.K, KP=next_power_of_2(d.K), TB=block_tokens(d.K),
+            NB=NB, E=d.E, K=d.K, KP=next_power_of_2(d.K), TB=block_tokens(d.K), EARLY=False,
         ),
         Launch(
             _publish_load_kernel, (programs,),
@@ -109,6 +114,7 @@ def count_load(
                 s.epoch, s.status, s.host_status, num_tokens, num_blocks, programs, rank, Given("operation"),
             ),
             NB=NB, NBP=NBP, E=d.E, BE=BE, R=d.R, RP=next_power_of_2(d.R), NF=NUM_FAULTS, CHECK=check,
+            EARLY=False,
         ),
     ]  # fmt: skip
 

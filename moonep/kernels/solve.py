@@ -38,6 +38,7 @@ from moonep import dims as _dims
 from moonep.dims import Dims, next_power_of_2
 from moonep.environment import interpreting
 from moonep.kernels.barrier import NUM_FAULTS, Signals, wait
+from moonep.kernels.early import admit_next, await_previous
 from moonep.kernels.launch import Given, Launch
 
 POLICIES = ("path", "chain1", "chain2", "alias")
@@ -127,7 +128,7 @@ def solve_agreed(load_RE: Tensor, out: Solution, dims: Dims, signals: Signals, r
         ),
         load_stride=load_RE.stride(0), TOLERANT=not d.balance.exact, R=d.R, L=d.L, RP=_lanes(d.R), LP=_lanes(d.L),
         TILE=1024 * num_warps, WIDE=_keys_are_wide(d), BP=next_power_of_2(d.R), NF=NUM_FAULTS, TIMER=not interpreting(),
-        num_warps=num_warps,
+        EARLY=False, num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -207,13 +208,15 @@ def _agree_kernel(
     load_RE, left, given, donor, cost, eps_ppm, slack, max_rows, signals, signal_stride, faults, fault_stride, epoch,
     status, host_status, rank, operation, number, limit, load_stride: tl.constexpr,
     TOLERANT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, RP: tl.constexpr, LP: tl.constexpr, TILE: tl.constexpr,
-    WIDE: tl.constexpr, BP: tl.constexpr, NF: tl.constexpr, TIMER: tl.constexpr,
+    WIDE: tl.constexpr, BP: tl.constexpr, NF: tl.constexpr, TIMER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program c waits for all loads and computes candidate c."""
+    await_previous(EARLY)
     failed = wait(
         signals, signal_stride, faults, fault_stride, epoch, status, host_status, rank, operation, number, limit,
         R, BP, NF, TIMER,
     )  # fmt: skip
+    admit_next(EARLY)
     if failed == 0:
         _solve_candidate(
             tl.program_id(0), load_RE, left, given, donor, cost, eps_ppm, slack, max_rows, load_stride, TOLERANT, R, L,

@@ -61,13 +61,17 @@ def load(pool: ExpertPool, weights: Mapping[str, Tensor]) -> Tensor:
     if sorted(weights) != sorted(names):
         raise ValueError(f"weights: given {sorted(weights)}, expected all of {names}")
     # The anchor keeps backward coming when all weights are frozen: what was added to `local_grad` must not stay.
-    return _Load.apply(pool, make_anchor(), *(weights[name] for name in names))
+    return _Load.apply(pool, make_anchor(pool.local[names[0]].device), *(weights[name] for name in names))
 
 
-def make_anchor() -> Tensor:
-    """An empty tensor that requires grad, so that backward runs when neither tokens nor route weights do."""
+def make_anchor(device: torch.device) -> Tensor:
+    """An empty tensor that requires grad, so that backward runs when neither tokens nor route weights do.
+
+    On a GPU, and made in the forward whose backward it is for: whoever calls backward on another stream than forward's
+    then waits for it, as with any parameter.
+    """
     with torch.inference_mode(False):
-        return torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
+        return torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
 
 
 @outside_graphs

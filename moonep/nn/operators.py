@@ -255,12 +255,13 @@ def _(number: Tensor, name: str, given: Tensor, expected: str) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    after, number, hidden, route_weights, topk_experts, _, slot_set, save, _ = inputs
+    after, number, hidden, route_weights, topk_experts, anchor, slot_set, save, _ = inputs
     saved, (plan, key) = output[1 : 1 + NUM_SAVED], output[-2:]
     tensors = {ROWS: saved, INPUTS: saved[:2]}.get(save, (hidden, route_weights))
     ctx.save_for_backward(number, key, plan, *tensors)
     ctx.lane = Lane.of(after, key)
     ctx.slot_set, ctx.save, ctx.top_k = slot_set, save, topk_experts.shape[1]
+    ctx.device = None if anchor is None else anchor.device
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros for those
 
@@ -272,8 +273,8 @@ def _differentiate(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Te
         before, number, grad_output, saved, plan, key, ctx.slot_set, ctx.save, ctx.top_k
     )
     ctx.lane.last = grad_anchor
-    anchored = ctx.needs_input_grad[5]
-    return None, None, grad_hidden, grad_weights, None, grad_anchor if anchored else None, None, None, None
+    grad_of_anchor = grad_anchor.to(ctx.device) if ctx.needs_input_grad[5] else None
+    return None, None, grad_hidden, grad_weights, None, grad_of_anchor, None, None, None
 
 
 routed_experts.register_autograd(_differentiate, setup_context=_save)

@@ -61,7 +61,7 @@ class RoutedExperts(NotCopied):
         if shapes["gate"][0] != d.H:
             raise ValueError(f"pool: given gate {list(shapes['gate'])}, expected [{d.H}, F], as H of the Buffer")
         self.buffer, self.pool, self.overlap = buffer, pool, overlap
-        self._number, self._anchor = operators.register(self), functional.make_anchor()
+        self._number, self._anchor = operators.register(self), functional.make_anchor(pool.local["gate"].device)
         self._sizes = [d.R, d.E, d.B, d.C, d.S, shapes["gate"][1]]
         self._plan: Plan | list[Tensor] | None = None
         self._checked_ddp: Callable[[], nn.Module | None] = lambda: None
@@ -98,7 +98,7 @@ class RoutedExperts(NotCopied):
         elif save not in layer.SAVE:
             raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, layer.SAVE))}")
         if anchor is None and any(self.pool.trains(name) for name in PROJECTIONS):
-            anchor = self._anchor
+            anchor = self._anchor if torch.compiler.is_compiling() else functional.make_anchor(hidden.device)
         if torch.compiler.is_compiling():
             return self._call_operator(hidden, route_weights, topk_experts, anchor, slot_set, save)
         if not torch.is_grad_enabled():

@@ -119,12 +119,15 @@ class OneProcessMemory(HostMemory):
 
 
 def fake_backend(
-    dims: Dims, dtype: torch.dtype, rank: int = 0, num_sms: int = 132, movers: str = "portable"
+    dims: Dims, dtype: torch.dtype, rank: int = 0, num_sms: int = 132, movers: str = "portable", early: bool = False
 ) -> GpuBackend:
-    """A GPU backend of one rank whose peers do not exist, on memory of the host."""
+    """A GPU backend of one rank whose peers do not exist, on memory of the host.
+
+    early: as if for a GPU that launches kernels early.
+    """
     nothing = {"all_gather": lambda *_, **__: [b""] * dims.R, "leave_note": lambda *_: None}
     peers: Any = SimpleNamespace(rank=rank, size=dims.R, exchanges=0, **nothing)
-    return GpuBackend(dims, dtype, peers, 60.0, OneProcessMemory(), num_sms, None, 0, movers)
+    return GpuBackend(dims, dtype, peers, 60.0, OneProcessMemory(), num_sms, None, 0, early, movers)
 
 
 def negated_in_minima_of_three(ptx: str) -> list[str]:
