@@ -55,7 +55,7 @@ def all_launches(d: Dims, dtype: torch.dtype, movers: str = "portable", early: b
 def test_every_kernel_compiles_with_wide_accesses_and_system_scope_barriers(size, arch):
     launches = all_launches(*SIZES[size])
     driven = len({launch.name for launch in launches})
-    assert driven >= (15 if SIZES[size][0].B else 12), f"only {driven} kernels: a launcher is not driven here"
+    assert driven >= (14 if SIZES[size][0].B else 11), f"only {driven} kernels: a launcher is not driven here"
     for launch in launches:
         ptx = launch.compile(arch).asm["ptx"]
         if launch.name in VECTORS:
@@ -196,7 +196,7 @@ def test_calls_of_one_kind_have_equal_signatures(monkeypatch):
             for row_weights in (None, torch.zeros(d.C)):
                 backend.combine(plan, shifted(d.C, d.H, dtype, shift), row_weights, sync=True)
             backend.copy_rows(backend.forward, plan)
-    assert len({launch.kernel for launch in described}) == 16
+    assert len({launch.kernel for launch in described}) == 15
 
 
 def shifted(rows: int, columns: int, dtype: torch.dtype, shift: int) -> torch.Tensor:

@@ -360,8 +360,7 @@ class GpuBackend:
             *load.count_load(tables.blocks, *loads, *tokens, signals, rank, d, has_counts),
             # From here on all loads are there, and nobody reads forward rows and arrivals any more.
             solve.solve_agreed(self.mine("load"), self.solution, d, signals, rank, self.barrier.limit),
-            rows.lay_groups(self.solution, status, tables, rank, d),
-            rows.split_sources(self.mine("load"), self.mine("tokens"), status, tables, rank, d),
+            rows.lay_rows(self.mine("load"), self.mine("tokens"), self.solution, status, tables, rank, d),
             rows.assign_rows(*arrivals, *weights, status, tables, rank, d, has_weights),
         ]
 

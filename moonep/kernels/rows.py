@@ -1,6 +1,7 @@
 """From the allocation to rows, on the device: slots and groups, piece tables, each assignment's row and arrival.
 
-The twins of the same names in `moonep.planner.rows` say what the results are.
+The twins in `moonep.planner.rows` say what the results are: `assign_rows`, and `lay_groups` with `split_sources`, which
+are one launch here, `lay_rows`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moonep.dims import Dims, ceil_div, next_power_of_2
+from moonep.dims import Dims, next_power_of_2
 from moonep.kernels.constants import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
 from moonep.kernels.launch import Given, Launch
 from moonep.kernels.load import Blocks, block_tokens
-from moonep.kernels.solve import Solution, chosen
+from moonep.kernels.solve import INT64_MAX, Solution, chosen
 
 
 @triton.jit
@@ -25,121 +26,140 @@ def _pad(size, P: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _lay_groups_kernel(
-    cost, left, given, donor, status, alloc, base, experts_to_copy, sizes, cu_seqlens, fill, remote_stats, rank,
-    E: tl.constexpr, R: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, B: tl.constexpr, BP: tl.constexpr,
-    GP: tl.constexpr, P: tl.constexpr, MODES: tl.constexpr,
+def _lay_rows_kernel(
+    load, tokens, cost, left, given, donor, status, plan_load, plan_tokens, alloc, experts_to_copy, cu_seqlens, fill,
+    remote_stats, first, row, rank,
+    E: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, B: tl.constexpr,
+    BP: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, MODES: tl.constexpr,
 ):  # fmt: skip
-    """Program d lays the groups of rank d; for this rank it also writes offsets and padding ranges."""
+    """Program d: what all ranks compute of the experts of home d, and the slots of rank d. Example: see `lay_rows`.
+
+    Every program lays the groups of all ranks, so that none waits for another. Tiles are [rank, expert of a home].
+    """
     d = tl.program_id(0)
-    if tl.load(status) != 0:
+    r, l = tl.arange(0, RP), tl.arange(0, LP)
+    real = (r[:, None] < R) & (l[None, :] < L)
+    homes = r[:, None] * L + l[None, :]
+    to = (d * L + l)[None, :] * R + r[:, None]
+    # What a failed solve has left in memory can be loaded, if not used: so no load waits for the status.
+    failed = tl.load(status) != 0
+    have = tl.load(load + r[:, None] * E + d * L + l[None, :], mask=real, other=0)
+    c = chosen(cost, MODES)
+    h, donor_here = tl.load(donor + c * R + r, mask=r < R, other=-1), tl.load(donor + c * R + d)
+    own = tl.load(left + c * E + homes, mask=real, other=0)
+    foreign = tl.load(given + c * E + homes, mask=real, other=0)
+    if failed:
         if d == rank:  # no rows at all: the caller's experts may run before the host has heard of the failure
             none = tl.arange(0, GP)
             tl.store(cu_seqlens + none, none * 0, mask=none < E + B)
             tl.store(fill + 2 * none, none * 0, mask=none < E + B)
             tl.store(fill + 2 * none + 1, none * 0, mask=none < E + B)
         return
-    c = chosen(cost, MODES)
-    l = tl.arange(0, LP)
-    real = l < L
-    h = tl.load(donor + c * R + d)
-    own = tl.load(left + c * E + d * L + l, mask=real, other=0)
-    foreign = tl.load(given + c * E + d * L + l, mask=real & (h >= 0), other=0)
-    taken = (foreign > 0).to(tl.int32)
-    num_redundant = tl.sum(taken, 0)
+    foreign = tl.where((h >= 0)[:, None], foreign, 0)
+    num_redundant = tl.sum((foreign > 0).to(tl.int32), 1)
+    num_slots = tl.minimum(num_redundant, B)
+    slotted, spilled, own_base, foreign_base = _lay_groups(own, foreign, num_redundant, h, r, l, R, L, LP, B, P)
 
-    # Slots: the B largest (ties: lower id).
-    slotted = taken
-    if B < L:
-        slotted = taken * 0
-        for _ in range(B):
-            largest = tl.max(tl.where((taken == 1) & (slotted == 0), foreign, 0), 0)
-            pick = tl.min(tl.where((taken == 1) & (slotted == 0) & (foreign == largest), l, LP), 0)
-            slotted = tl.where(l == pick, taken, slotted)
-    slot = tl.cumsum(slotted, 0) - slotted
-    num_slots = tl.sum(slotted, 0)
+    at_home = real & (r == d)[:, None]
+    copied = at_home & (slotted == 1)
+    slot = tl.cumsum(slotted, 1) - slotted
+    theirs = h[:, None] * L + l[None, :]
     b = tl.arange(0, BP)
-    tl.store(experts_to_copy + d * B + b, b * 0 - 1, mask=(b < B) & (b >= num_slots))
-    tl.store(experts_to_copy + d * B + slot, h * L + l, mask=slotted == 1)
+    num_slots_here = tl.sum(tl.where(r == d, num_slots, 0), 0)
+    tl.store(experts_to_copy + d * B + b, b * 0 - 1, mask=(b < B) & (b >= num_slots_here))
+    tl.store(experts_to_copy + d * B + slot, theirs, mask=copied)
 
-    own_rows = _pad(own, P)
-    slot_rows = _pad(foreign * slotted, P)
-    spill_rows = _pad(foreign * (taken - slotted), P)
-    num_own, num_spilled = tl.sum(own_rows, 0), tl.sum(spill_rows, 0)
-    before_own = tl.where(h < d, num_spilled, 0)
-    before_spilled = tl.where(h < d, 0, num_own)
-    own_base = before_own + tl.cumsum(own_rows, 0) - own_rows
-    spilled_base = before_spilled + tl.cumsum(spill_rows, 0) - spill_rows
-    slot_base = num_own + num_spilled + tl.cumsum(slot_rows, 0) - slot_rows
-    foreign_base = tl.where(slotted == 1, slot_base, spilled_base)
-    tl.store(base + (d * L + l) * R + d, own_base, mask=real)
-    tl.store(base + (h * L + l) * R + d, foreign_base, mask=real & (h >= 0))
-    e = tl.arange(0, GP)
-    elsewhere = (e < E) & (e // L != d) & ((e // L != h) | (h < 0))
-    tl.store(alloc + e * R + d, e * 0, mask=elsewhere)
-    tl.store(alloc + (d * L + l) * R + d, own, mask=real)
-    tl.store(alloc + (h * L + l) * R + d, foreign, mask=real & (h >= 0))
+    want = tl.where(at_home, own, tl.where((h == d)[:, None], foreign, 0))
+    number, earlier = _split_sources(have, want, r, rank)
+    tl.store(first + to, number, mask=real)
+    tl.store(row + to, tl.where(at_home, own_base, foreign_base) + earlier - number, mask=real)
+    tl.store(alloc + to, want, mask=real)
+    tl.store(plan_load + r[:, None] * E + d * L + l[None, :], have, mask=real)
+    if d == 0:
+        tl.store(plan_tokens + r, tl.load(tokens + r, mask=r < R), mask=r < R)
 
     if d == rank:
+        tl.store(remote_stats + r * 0, num_redundant, mask=r == d)
+        tl.store(remote_stats + 1, tl.sum(tl.where(h == d, num_slots, 0), 0))
+        # Sizes first, each in its place; then all threads see them, and offsets take their places.
         g = tl.arange(0, GP)
-        G: tl.constexpr = E + B
-        tl.store(sizes + g, g * 0, mask=g < G)
+        empty = tl.where(g < E, (g // L != d) & (g // L != donor_here), g - E >= num_slots_here)
+        tl.store(cu_seqlens + g, g * 0, mask=(g < E + B) & empty)
+        tl.store(cu_seqlens + homes, own, mask=at_home)
+        tl.store(cu_seqlens + theirs, spilled, mask=at_home & (h >= 0)[:, None])
+        tl.store(cu_seqlens + E + slot, foreign, mask=copied)
         tl.debug_barrier()
-        tl.store(sizes + d * L + l, own, mask=real)
-        tl.store(sizes + h * L + l, foreign, mask=(taken == 1) & (slotted == 0))
-        tl.store(sizes + E + slot, foreign, mask=slotted == 1)
+        size = tl.load(cu_seqlens + g, mask=g < E + B, other=0)
         tl.debug_barrier()
-        size = tl.load(sizes + g, mask=g < G, other=0)
-        rows = _pad(size, P)
-        end = tl.cumsum(rows, 0)
-        padding = rows - size
-        tl.store(cu_seqlens + g, end, mask=g < G)
-        tl.store(fill + 2 * g, tl.where(padding > 0, end - padding, 0), mask=g < G)
-        tl.store(fill + 2 * g + 1, padding, mask=g < G)
-        tl.store(remote_stats, num_redundant)
+        end = tl.cumsum(_pad(size, P), 0)
+        padding = _pad(size, P) - size
+        range_G2 = tl.join(tl.where(padding > 0, end - padding, 0), padding)
+        tl.store(cu_seqlens + g, end, mask=g < E + B)
+        tl.store(fill + 2 * g[:, None] + tl.arange(0, 2)[None, :], range_G2, mask=(g < E + B)[:, None])
 
 
-@triton.jit(do_not_specialize=["rank"])
-def _split_sources_kernel(
-    load, tokens, alloc, base, experts_to_copy, status, plan_load, plan_tokens, first, row, remote_stats, rank,
-    E: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, B: tl.constexpr, RBP: tl.constexpr,
-    BE: tl.constexpr,
+@triton.jit
+def _lay_groups(
+    own, foreign, num_redundant, h, r, l, R: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, B: tl.constexpr,
+    P: tl.constexpr,
 ):  # fmt: skip
-    """Program i: piece tables of BE experts for this rank as source. Columns are sources, then ranks."""
-    if tl.load(status) != 0:
-        return
-    e = tl.program_id(0) * BE + tl.arange(0, BE)
-    r = tl.arange(0, RP)
-    real = (e[:, None] < E) & (r[None, :] < R)
-    have = tl.load(load + r[None, :] * E + e[:, None], mask=real, other=0)
-    want = tl.load(alloc + e[:, None] * R + r[None, :], mask=real, other=0)
-    tl.store(plan_load + r[None, :] * E + e[:, None], have, mask=real)
+    """Of all ranks: which foreign experts get a slot (1 or 0), rows of the others, first rows of own and foreign ones.
+
+    h is each rank's donor. That more experts than slots come is rare, and then only it costs anything.
+    """
+    slotted = (foreign > 0).to(tl.int32)
+    spilled, num_spilled, spilled_base = foreign * 0, num_redundant * 0, foreign * 0
+    if (R > 1) & (B < L):
+        if tl.max(num_redundant, 0) > B:
+            slotted = _choose_slots(foreign, num_redundant, l, B, LP)
+            spilled = foreign * (1 - slotted)
+            spilled_rows = _pad(spilled, P)
+            num_spilled = tl.sum(spilled_rows, 1)
+            spilled_base = tl.cumsum(spilled_rows, 1) - spilled_rows
+    own_rows, slot_rows = _pad(own, P), _pad(foreign * slotted, P)
+    num_own = tl.sum(own_rows, 1)
+    # Home rows in the order of homes, then slots. A rank without a donor, h = -1, has no spilled rows.
+    own_base = tl.where(h < r, num_spilled, 0)[:, None] + tl.cumsum(own_rows, 1) - own_rows
+    spilled_base += tl.where(h < r, 0, num_own)[:, None]
+    slot_base = (num_own + num_spilled)[:, None] + tl.cumsum(slot_rows, 1) - slot_rows
+    return slotted, spilled, own_base, tl.where(slotted == 1, slot_base, spilled_base)
+
+
+@triton.jit
+def _choose_slots(foreign, num_redundant, l, B: tl.constexpr, LP: tl.constexpr):
+    """1 where an expert gets a slot: the B largest of each rank (ties: lower id).
+
+    A rank picks the largest, which get one, or the smallest, which get none: what are fewer. All ranks do at once.
+    """
+    num_spilled = tl.maximum(num_redundant - B, 0)
+    largest_first = num_spilled > B
+    steps = tl.where(largest_first, B, num_spilled)
+    most_steps = tl.max(steps, 0)
+    taken = foreign > 0
+    key = foreign.to(tl.int64) * LP + (LP - 1 - l)[None, :]
+    key = tl.where(taken, tl.where(largest_first[:, None], ~key, key), INT64_MAX)  # the least is picked next
+    step = 0
+    while step < most_steps:
+        least = tl.where(step < steps, tl.min(key, 1), INT64_MAX)
+        key = tl.where(key == least[:, None], INT64_MAX, key)
+        step += 1
+    return (taken & ((key == INT64_MAX) == largest_first[:, None])).to(tl.int32)
+
+
+@triton.jit
+def _split_sources(have, want, r, rank):
+    """Of this rank as source: number of its first assignment for each rank, and rows there that lie before its own."""
     kept = tl.minimum(have, want)
     give, take = have - kept, want - kept
-    take_end = tl.cumsum(take, 1)
+    take_end = tl.cumsum(take, 0)
     take_begin = take_end - take
-    give_begin = tl.sum(tl.where(r[None, :] < rank, give, 0), 1)
-    give_end = give_begin + tl.sum(tl.where(r[None, :] == rank, give, 0), 1)
-    earlier = tl.maximum(tl.minimum(give_begin[:, None], take_end) - take_begin, 0)
-    earlier += tl.where(r[None, :] < rank, kept, 0)
-    piece = tl.minimum(give_end[:, None], take_end) - tl.maximum(give_begin[:, None], take_begin)
-    piece = tl.maximum(piece, 0) + tl.where(r[None, :] == rank, kept, 0)
-    number = tl.cumsum(piece, 1) - piece
-    # Where nothing of an expert is computed on a rank, no base was written: such a row is never used.
-    at = tl.load(base + e[:, None] * R + r[None, :], mask=real & (want > 0), other=0)
-    tl.store(first + e[:, None] * R + r[None, :], number, mask=real)
-    tl.store(row + e[:, None] * R + r[None, :], at + earlier - number, mask=real)
-    if tl.program_id(0) == 0:
-        tl.store(plan_tokens + r, tl.load(tokens + r, mask=r < R), mask=r < R)
-        mine = tl.full([], 0, tl.int32)
-        if B > 0:
-            i = tl.arange(0, RBP)
-            start = tl.full([], 0, tl.int32)
-            while start < R * B:
-                held = tl.load(experts_to_copy + start + i, mask=start + i < R * B, other=-1)
-                mine += tl.sum(tl.where((held >= 0) & (held // L == rank), 1, 0), 0)
-                start += RBP
-        tl.store(remote_stats + 1, mine)
+    lower, here = (r < rank)[:, None], (r == rank)[:, None]
+    give_begin = tl.sum(tl.where(lower, give, 0), 0)[None, :]
+    give_end = give_begin + tl.sum(tl.where(here, give, 0), 0)[None, :]
+    earlier = tl.maximum(tl.minimum(give_begin, take_end) - take_begin, 0) + tl.where(lower, kept, 0)
+    piece = tl.maximum(tl.minimum(give_end, take_end) - tl.maximum(give_begin, take_begin), 0)
+    piece += tl.where(here, kept, 0)
+    return tl.cumsum(piece, 0) - piece, earlier
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank"])
@@ -214,62 +234,47 @@ class Tables:
     """Workspace of planning: what later kernels read and the plan does not keep.
 
     Attributes:
-        base: [E, R] first row of each expert's group on each rank.
         first, row: [E, R] piece tables of this rank as source.
-        sizes: [E + B] rows of this rank's groups.
         blocks: counts of assignments by block of tokens.
     """
 
-    base: Tensor
     first: Tensor
     row: Tensor
-    sizes: Tensor
     blocks: Blocks
 
     @staticmethod
     def make(dims: Dims, device: torch.device) -> Tables:
         d = dims
-
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        blocks = Blocks.make(d.E, d.S, d.K, device)
-        return Tables(ints(d.E, d.R), ints(d.E, d.R), ints(d.E, d.R), ints(d.G), blocks)
+        first = torch.zeros(d.E, d.R, dtype=torch.int32, device=device)
+        return Tables(first, torch.zeros_like(first), Blocks.make(d.E, d.S, d.K, device))
 
 
-def lay_groups(solution: Solution, status: Tensor, tables: Tables, rank: int, dims: Dims) -> Launch:
-    """Slots, group bases and allocation of every rank; offsets and padding of this one. Grid: R.
+def lay_rows(
+    load: Tensor, tokens: Tensor, solution: Solution, status: Tensor, tables: Tables, rank: int, dims: Dims
+) -> Launch:
+    """`lay_groups` and `split_sources`: slots and allocation of all ranks; of this one, offsets, padding, statistics,
+    and piece tables as source. Copies load [R, E] and tokens [R] into the plan. Grid: R.
 
-    Given: `alloc`, `experts_to_copy`, `cu_seqlens`, `zero_fill_ranges`, `remote_stats` of the plan.
+    Given: `load`, `tokens`, `alloc`, `experts_to_copy`, `cu_seqlens`, `zero_fill_ranges`, `remote_stats` of the plan.
+
+    Example, that of `solve.launch_solve`, with P = 1 and B = 2. Rank 1 computes a row of expert 2, then, in its slot,
+    three of expert 0. Rank 0 sends it the last of its assignments 0 to 3, which comes before rank 1's own two:
+
+        alloc = [[3, 3], [1, 0], [0, 1], [0, 0]]     experts_to_copy = [[-1, -1], [0, -1]]
+        on rank 1   cu_seqlens = [0, 0, 1, 1, 4, 4]     remote_stats = [1, 0]
+        on rank 0   first[0] = [0, 3]     row[0] = [0, -2]     so 3 goes to rank 1, row 3 - 2
     """
     d = dims
+    RP, LP = next_power_of_2(d.R), next_power_of_2(d.L)
     return Launch(
-        _lay_groups_kernel, (d.R,),
+        _lay_rows_kernel, (d.R,),
         (
-            solution.cost, solution.left, solution.given, solution.donor, status, Given("alloc"), tables.base,
-            Given("experts_to_copy"), tables.sizes, Given("cu_seqlens"), Given("zero_fill_ranges"),
-            Given("remote_stats"), rank,
+            load, tokens, solution.cost, solution.left, solution.given, solution.donor, status, Given("load"),
+            Given("tokens"), Given("alloc"), Given("experts_to_copy"), Given("cu_seqlens"), Given("zero_fill_ranges"),
+            Given("remote_stats"), tables.first, tables.row, rank,
         ),
-        E=d.E, R=d.R, L=d.L, LP=next_power_of_2(d.L), B=d.B, BP=next_power_of_2(max(d.B, 1)),
-        GP=next_power_of_2(d.G), P=d.P, MODES=1 if d.balance.exact else 2,
-    )  # fmt: skip
-
-
-def split_sources(load: Tensor, tokens: Tensor, status: Tensor, tables: Tables, rank: int, dims: Dims) -> Launch:
-    """Piece tables of this rank as source; copies load [R, E] and tokens [R] into the plan. Grid: E / BE.
-
-    Given: `alloc`, `experts_to_copy`, `load`, `tokens`, `remote_stats` of the plan.
-    """
-    d = dims
-    RP = next_power_of_2(d.R)
-    BE = max(1024 // RP, 16)
-    return Launch(
-        _split_sources_kernel, (ceil_div(d.E, BE),),
-        (
-            load, tokens, Given("alloc"), tables.base, Given("experts_to_copy"), status, Given("load"),
-            Given("tokens"), tables.first, tables.row, Given("remote_stats"), rank,
-        ),
-        E=d.E, R=d.R, RP=RP, L=d.L, B=d.B, RBP=min(next_power_of_2(max(d.R * d.B, 1)), 1024), BE=BE,
+        E=d.E, R=d.R, RP=RP, L=d.L, LP=LP, B=d.B, BP=next_power_of_2(max(d.B, 1)), GP=next_power_of_2(d.G), P=d.P,
+        MODES=1 if d.balance.exact else 2, num_warps=max(4, min(RP * LP // 256, 16)),
     )  # fmt: skip
 
 
