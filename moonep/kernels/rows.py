@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moonep.dims import Dims, next_power_of_2
 from moonep.kernels.constants import ARRIVAL_SHIFT, INT32_MIN, NO_ARRIVAL
+from moonep.kernels.early import admit_next, await_previous
 from moonep.kernels.launch import Given, Launch
 from moonep.kernels.load import Blocks, block_tokens
 from moonep.kernels.solve import INT64_MAX, Solution, chosen
@@ -30,12 +31,14 @@ def _lay_rows_kernel(
     load, tokens, cost, left, given, donor, status, plan_load, plan_tokens, alloc, experts_to_copy, cu_seqlens, fill,
     remote_stats, first, row, rank,
     E: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, B: tl.constexpr,
-    BP: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, MODES: tl.constexpr,
+    BP: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, MODES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program d: what all ranks compute of the experts of home d, and the slots of rank d. Example: see `lay_rows`.
 
     Every program lays the groups of all ranks, so that none waits for another. Tiles are [rank, expert of a home].
     """
+    await_previous(EARLY)
+    admit_next(EARLY)
     d = tl.program_id(0)
     r, l = tl.arange(0, RP), tl.arange(0, LP)
     real = (r[:, None] < R) & (l[None, :] < L)
@@ -168,9 +171,12 @@ def _assign_rows_kernel(
     weights_stride, num_tokens, rank,
     E: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     TB: tl.constexpr, C: tl.constexpr, S: tl.constexpr, W: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program b: destination rank and row of the assignments of TB tokens; all ranks get their arrivals, and
     the tokens' route weights."""
+    await_previous(EARLY)
+    admit_next(EARLY)
     if tl.load(status) != 0:
         return
     b = tl.program_id(0)
@@ -274,7 +280,7 @@ def lay_rows(
             Given("remote_stats"), tables.first, tables.row, rank,
         ),
         E=d.E, R=d.R, RP=RP, L=d.L, LP=LP, B=d.B, BP=next_power_of_2(max(d.B, 1)), GP=next_power_of_2(d.G), P=d.P,
-        MODES=1 if d.balance.exact else 2, num_warps=max(4, min(RP * LP // 256, 16)),
+        MODES=1 if d.balance.exact else 2, EARLY=False, num_warps=max(4, min(RP * LP // 256, 16)),
     )  # fmt: skip
 
 
@@ -296,5 +302,5 @@ def assign_rows(
             Given("num_tokens"), rank,
         ),
         E=d.E, NB=tables.blocks.before.shape[1], R=d.R, K=d.K, KP=next_power_of_2(d.K), TB=block_tokens(d.K), C=d.C,
-        S=d.S, W=d.W, HAS_WEIGHTS=has_weights,
+        S=d.S, W=d.W, HAS_WEIGHTS=has_weights, EARLY=False,
     )  # fmt: skip
