@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moonep.dims import Balance, Dims
-from moonep.kernels import bulk_weights, grouped, swiglu
+from moonep.kernels import bulk_grads, bulk_weights, grouped, swiglu
 from moonep.kernels import launch as launching
 from moonep.testing.launches import Launch, fake_backend, negated_in_minima_of_three, record_launches
 from moonep.weights import SlotReduction, SlotWeights, add_gradients, clear_gradients, move_weights
@@ -123,6 +123,20 @@ def test_weights_move_in_bulk_with_several_loads_on_their_way(arch):
         assert boxes == ahead + 1, f"{launch.name}: loads are not pipelined"
         assert compiled.metadata.shared <= 227 * 1024
         assert ".bulk_group" in compiled.asm["ptx"], "stores must be bulk copies"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradients_on_hopper_are_added_by_the_copy_engine(dtype):
+    x, z, grad = torch.zeros(64, 7168, dtype=dtype), torch.zeros(64, 2048, dtype=dtype), torch.zeros(2, 7168, 2048)
+    with record_launches() as launches:
+        tiles = grouped.Tiles.lay(torch.zeros(2, dtype=torch.int32), 64, 2, grouped.blocks_for(dtype, 9))
+        bulk_grads.add_weight_grad(tiles, x, z, grad, 128)
+    compiled = launches[-1].compile(90)
+    ptx = compiled.asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == bulk_grads.DEPTH // 16, "one a step of 16, of all columns"
+    assert ptx.count("cp.reduce.async.bulk.tensor") == bulk_grads.PARTS
+    assert compiled.metadata.shared <= 227 * 1024
+    assert "ld.local" not in ptx
 
 
 def call_products(dtype: torch.dtype, major: int, G: int = 6) -> None:

@@ -171,6 +171,27 @@ def test_kernels_equal_torch_on_a_gpu(groups, dtype, overlap):
     assert kept, "groups without rows are not touched"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: Hopper's copy engine is not interpreted")
+@pytest.mark.parametrize("shape", [(72, 40), (520, 1096), (2048, 4096)])
+@pytest.mark.parametrize("groups", [[384, 0, 1280, 128, 0, 0, 256, 0], [64], [0, 0, 0], [0] * 70 + [128, 64]])
+def test_weight_gradients_by_bulk_copies_have_the_same_bits(shape, groups):
+    if torch.cuda.get_device_capability()[0] != products.HOPPER:
+        pytest.skip("the tensor cores of Hopper are needed")
+    from moonep.kernels import bulk_grads
+    from moonep.kernels import grouped as kernels
+
+    case = Case(groups, *shape, torch.bfloat16, "cuda", stride=8)
+    tiles = kernels.Tiles.lay(case.offsets, case.C, 2, kernels.blocks_for(torch.bfloat16, products.HOPPER))
+    want, got = case.grads["gate"], Case(groups, *shape, torch.bfloat16, "cuda", stride=8).grads["gate"]
+    for fresh in (0, len(groups) // 2, 0, len(groups)):  # again and again: the counter of tiles must be 0 each time
+        for grad, add in ((want, kernels.add_weight_grad), (got, bulk_grads.add_weight_grad)):
+            grad[:fresh] = POISON
+            add(tiles, case.x, case.grad_y, grad, 64, fresh)
+        assert torch.equal(got, want), f"fresh {fresh}: {int((got != want).sum())} differ"
+        assert int(tiles.counter) == 0
+
+
 def test_torch_is_used_where_kernels_cannot_be():
     case = Case([3, 4], 8, 8, torch.float32, "cpu")
     assert isinstance(products.choose(case.weights, case.offsets, [case.x], None, 1), TorchProducts)

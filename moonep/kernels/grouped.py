@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moonep.dims import ROW_ALIGNMENT_BYTES, ceil_div, next_power_of_2
+from moonep.dims import ROW_ALIGNMENT_BYTES, align_up, ceil_div, next_power_of_2
 from moonep.environment import interpreting
 from moonep.kernels.launch import launch, varying
 from moonep.kernels.rounding import round_to
@@ -66,13 +66,17 @@ class Tiles:
     Attributes:
         offsets: [G] int32, end row of each group.
         tiles: [T, 2] int32: group and first row.
-        bounds: [3] int32: 0, the tiles of the first groups, all tiles.
+        bounds: [4] int32: 0, the tiles of the first groups, all tiles; how many groups have rows.
+        live: [G] int32: those groups.
+        counter: [1] int32, 0 between launches: for programs that draw tiles.
         blocks: of all products.
     """
 
     offsets: Tensor
     tiles: Tensor
     bounds: Tensor
+    live: Tensor
+    counter: Tensor
     blocks: Blocks
 
     @staticmethod
@@ -88,14 +92,17 @@ class Tiles:
         G = len(offsets)
         most = capacity // blocks.rows + G
         tiles = torch.empty(most, 2, dtype=torch.int32, device=offsets.device)
-        bounds = torch.empty(3, dtype=torch.int32, device=offsets.device)
-        args = (offsets, tiles, bounds, G, split)
+        words = torch.empty(align_up(G, 4) + 8, dtype=torch.int32, device=offsets.device)
+        bounds, counter, live = words[:4], words[4:5], words[8:]
+        args = (offsets, tiles, bounds, live, counter, G, split)
         launch(_lay_tiles_kernel, (G,), args, varying(offsets), ROWS=blocks.rows, GP=next_power_of_2(G))
-        return Tiles(offsets, tiles, bounds, blocks)
+        return Tiles(offsets, tiles, bounds, live, counter, blocks)
 
 
 @triton.jit(do_not_specialize=["G", "split"])
-def _lay_tiles_kernel(offsets, tiles, bounds, G, split, ROWS: tl.constexpr, GP: tl.constexpr):
+def _lay_tiles_kernel(
+    offsets, tiles, bounds, live, counter, G, split, ROWS: tl.constexpr, GP: tl.constexpr
+):  # fmt: skip
     """Program g lists the tiles of group g: ends 3, 3, 10 in tiles of 4 rows are (0, 0), (2, 3), (2, 7)."""
     g = tl.program_id(0)
     i = tl.arange(0, GP)
@@ -105,6 +112,8 @@ def _lay_tiles_kernel(offsets, tiles, bounds, G, split, ROWS: tl.constexpr, GP: 
     first = tl.sum(tl.where(i < g, count, 0), 0)
     mine = tl.sum(tl.where(i == g, count, 0), 0)
     row = tl.sum(tl.where(i == g, begin, 0), 0)
+    if mine > 0:
+        tl.store(live + tl.sum(tl.where((i < g) & (count > 0), 1, 0), 0), g)
     t = 0
     while t < mine:
         tl.store(tiles + 2 * (first + t), g)
@@ -114,6 +123,8 @@ def _lay_tiles_kernel(offsets, tiles, bounds, G, split, ROWS: tl.constexpr, GP: 
         tl.store(bounds, 0)
         tl.store(bounds + 1, tl.sum(tl.where(i < split, count, 0), 0))
         tl.store(bounds + 2, tl.sum(count, 0))
+        tl.store(bounds + 3, tl.sum((count > 0).to(tl.int32), 0))
+        tl.store(counter, 0)
 
 
 @triton.jit

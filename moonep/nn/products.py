@@ -16,6 +16,8 @@ from torch import Tensor
 from moonep import environment
 from moonep.dims import ROW_ALIGNMENT_BYTES
 
+HOPPER = 9  # major compute capability
+
 Pair = tuple[Tensor, Tensor]  # rows, and weights of all groups
 
 
@@ -90,7 +92,7 @@ def _kernels_take(operands: Sequence[Tensor]) -> bool:
 
 
 class KernelProducts:
-    """The kernels of `moonep.kernels.grouped` and `moonep.kernels.swiglu`."""
+    """The kernels of `moonep.kernels.grouped` and `moonep.kernels.swiglu`; on Hopper, of `bulk_grads`, too."""
 
     def __init__(self, offsets: Tensor, hidden: Tensor, first: int | None, token_padding: int):
         from moonep.kernels import grouped as kernels
@@ -98,6 +100,7 @@ class KernelProducts:
         self._offsets, self._token_padding = offsets, token_padding
         split = len(offsets) if first is None else first
         major = torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0
+        self._on_hopper = major == HOPPER
         self._tiles = kernels.Tiles.lay(offsets, len(hidden), split, kernels.blocks_for(hidden.dtype, major))
 
     def multiply(self, *jobs: Job) -> list[Tensor]:
@@ -132,7 +135,12 @@ class KernelProducts:
     def add_weight_grad(self, grad: Tensor, x: Tensor, grad_y: Tensor, fresh: int = 0) -> None:
         from moonep.kernels import grouped as kernels
 
-        kernels.add_weight_grad(self._tiles, x, grad_y, grad, self._token_padding, fresh)
+        add = kernels.add_weight_grad
+        if self._on_hopper:
+            from moonep.kernels import bulk_grads
+
+            add = bulk_grads.add_weight_grad if bulk_grads.takes(x, self._token_padding) else add
+        add(self._tiles, x, grad_y, grad, self._token_padding, fresh)
 
     def all_rows(self, rows: Tensor) -> Tensor:
         return rows
