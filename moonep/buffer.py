@@ -371,7 +371,8 @@ class Buffer(NotCopied):
 
         Before it, weight gradients are added to `pool.compact_grad` (own experts, then slots) or `pool.full_grad`.
 
-        A home adds to its own gradient in ascending (rank, slot), in fp32, rounded once to the gradient's dtype.
+        A home adds to its own gradient in ascending (rank, slot), in fp32, rounded once to the gradient's dtype. Of
+        frozen master parameters, slots are zeroed and no more.
 
         Args:
             plan: of this Buffer.

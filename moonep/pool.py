@@ -438,10 +438,10 @@ class ExpertPool(NotCopied):
             slots.gradients_of = None
 
     def slot_reductions(self, slot_set: int) -> list[SlotReduction]:
-        """What `Buffer.reduce` adds up: nothing of frozen projections, whose slots' gradients stay zero."""
+        """What `Buffer.reduce` clears, and, where `SlotReduction.wanted`, adds up before."""
         buffers = self.reduce_buffer_of(slot_set)
-        names = [p.name for p in self.projections if self.trains(p.name)]
-        return [SlotReduction(self.local_grad[name], buffers[name]) for name in names]
+        names = [p.name for p in self.projections]
+        return [SlotReduction(self.local_grad[name], buffers[name], self.trains(name)) for name in names]
 
     @torch.no_grad()
     def load_local(self, tensors: MappingOf[str, Tensor]) -> None:

@@ -36,10 +36,17 @@ class SlotWeights:
 
 @dataclass(frozen=True, eq=False)
 class SlotReduction:
-    """The gradients of one projection: own experts' [L, ...], and all ranks' slots' [R, B, ...] fp32."""
+    """The gradients of one projection.
+
+    Attributes:
+        own: [L, ...] of own experts.
+        slots: [R, B, ...] fp32, of all ranks' slots.
+        wanted: False: slots are cleared, but not added to `own`.
+    """
 
     own: Tensor
     slots: Tensor
+    wanted: bool = True
 
 
 def move_weights(moves: Sequence[SlotWeights], plan: Plan, num_sms: int | None = None) -> None:
@@ -75,7 +82,7 @@ def move_weights(moves: Sequence[SlotWeights], plan: Plan, num_sms: int | None =
 
 def add_gradients(reductions: Sequence[SlotReduction], plan: Plan, num_sms: int | None = None) -> None:
     """Add the slots that hold own experts to their gradients: ascending (rank, slot), in fp32, rounded once."""
-    d = plan.dims
+    d, reductions = plan.dims, [r for r in reductions if r.wanted]
     if plan.status is not None:
         from moonep.kernels import bulk_weights
         from moonep.kernels import weights as kernels

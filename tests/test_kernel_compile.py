@@ -90,16 +90,19 @@ GLOBAL_ACCESS = re.compile(r"\b(?:ld\.(?:\w+\.)*global|st\.(?:\w+\.)*global|atom
 
 @pytest.mark.parametrize(("size", "arch"), [("R2-E384", 90), ("R8-E64-spill-tolerance", 100)])
 def test_kernels_that_start_early_touch_nothing_before_the_one_before_has_ended(size, arch):
-    launches = [x for x in all_launches(*SIZES[size], movers="bulk", early=True) if x.constants.get("EARLY")]
+    launches = [x for x in all_launches(*SIZES[size], movers="bulk", early=True) if x.early]
     assert {x.name for x in launches} >= WAITS_FOR_PEERS | MOVES | {"_count_blocks_kernel", "_assign_rows_kernel"}
     for launch in launches:
+        assert launch.constants["EARLY"]
         ptx = launch.compile(arch).asm["ptx"]
         wait, admit = ptx.find("griddepcontrol.wait"), ptx.find("griddepcontrol.launch_dependents")
         touched = [access.start() for access in GLOBAL_ACCESS.finditer(ptx)]
         assert 0 <= wait < touched[0], launch.name
         assert (admit > wait) == (launch.name not in MOVES), "movers keep their multiprocessors to the end"
         if launch.name in WAITS_FOR_PEERS:
-            assert ptx.find("sys.acquire") < admit, "who is admitted keeps multiprocessors while this waits for peers"
+            assert 0 <= ptx.find("sys.acquire") < admit, (
+                "who is admitted keeps multiprocessors while this waits for peers"
+            )
 
 
 def call_bulk_weights(dtype: torch.dtype, lines: int) -> None:
@@ -133,8 +136,8 @@ def test_weight_gradients_on_hopper_are_added_by_the_copy_engine(dtype):
         bulk_grads.add_weight_grad(tiles, x, z, grad, 128)
     compiled = launches[-1].compile(90)
     ptx = compiled.asm["ptx"]
-    assert ptx.count("wgmma.mma_async") == bulk_grads.DEPTH // 16, "one a step of 16, of all columns"
-    assert ptx.count("cp.reduce.async.bulk.tensor") == bulk_grads.PARTS
+    assert ptx.count("wgmma.mma_async") == tiles.blocks.depth // 16, "one a step of 16, of all columns"
+    assert ptx.count("cp.reduce.async.bulk.tensor") == bulk_grads.PARTS.value
     assert compiled.metadata.shared <= 227 * 1024
     assert "ld.local" not in ptx
 

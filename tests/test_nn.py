@@ -158,13 +158,13 @@ def test_slot_gradients_come_home_when_inputs_and_router_are_frozen(ranks):
             assert torch.equal(want[name], got[name])
 
 
-def run_frozen_experts(frozen: tuple[str, ...]) -> tuple[list[str], list[str], int, bool]:
+def run_frozen_experts(frozen: tuple[str, ...], backend: str = "cpu") -> tuple[list[str], list[str], int, bool]:
     """Optimizer steps with weight decay.
 
     -> experts that changed, those with gradients, projections that are reduced, whether the tokens' gradient is right
     """
     rank = dist.get_rank()
-    layer = make_layer(3)
+    layer = make_layer(3, backend=backend)
     xs, grads = make_batch(5)
     x = xs[rank].clone().requires_grad_()
     layer(x).backward(grads[rank])
@@ -178,13 +178,18 @@ def run_frozen_experts(frozen: tuple[str, ...]) -> tuple[list[str], list[str], i
     optimizer.step()
     changed = sorted(name for name, p in layer.experts.items() if not torch.equal(p, before[name]))
     with_grad = sorted(name for name, p in layer.experts.items() if p.grad is not None)
-    return changed, with_grad, len(layer.pool.slot_reductions(0)), torch.equal(x.grad, want)
+    return changed, with_grad, sum(r.wanted for r in layer.pool.slot_reductions(0)), torch.equal(x.grad, want)
 
 
 @pytest.mark.parametrize("frozen", [PROJECTIONS, ("up",)])
 def test_frozen_experts_have_no_gradients_and_do_not_decay(ranks, frozen):
     trained = sorted(set(PROJECTIONS) - set(frozen))
     assert ranks(2).run(run_frozen_experts, frozen) == [(trained, trained, len(trained), True)] * 2
+
+
+@pytest.mark.slow
+def test_reducing_nothing_is_no_failure_of_kernels(interpreters):
+    assert interpreters(2).run(run_frozen_experts, PROJECTIONS, "interpreter") == [([], [], 0, True)] * 2
 
 
 def run_without_anchor() -> str:

@@ -171,25 +171,44 @@ def test_kernels_equal_torch_on_a_gpu(groups, dtype, overlap):
     assert kept, "groups without rows are not touched"
 
 
+MANY = [[384, 0, 1280, 128, 0, 0, 256, 0], [64], [0, 0, 0], [0] * 70 + [128, 64]]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: Hopper's copy engine is not interpreted")
 @pytest.mark.parametrize("shape", [(72, 40), (520, 1096), (2048, 4096)])
-@pytest.mark.parametrize("groups", [[384, 0, 1280, 128, 0, 0, 256, 0], [64], [0, 0, 0], [0] * 70 + [128, 64]])
-def test_weight_gradients_by_bulk_copies_have_the_same_bits(shape, groups):
+@pytest.mark.parametrize(
+    ("groups", "dtype"), [(groups, torch.bfloat16) for groups in MANY] + [(MANY[0], torch.float16)]
+)
+def test_weight_gradients_by_bulk_copies_have_the_same_bits(shape, groups, dtype):
     if torch.cuda.get_device_capability()[0] != products.HOPPER:
         pytest.skip("the tensor cores of Hopper are needed")
     from moonep.kernels import bulk_grads
     from moonep.kernels import grouped as kernels
 
-    case = Case(groups, *shape, torch.bfloat16, "cuda", stride=8)
-    tiles = kernels.Tiles.lay(case.offsets, case.C, 2, kernels.blocks_for(torch.bfloat16, products.HOPPER))
-    want, got = case.grads["gate"], Case(groups, *shape, torch.bfloat16, "cuda", stride=8).grads["gate"]
-    for fresh in (0, len(groups) // 2, 0, len(groups)):  # again and again: the counter of tiles must be 0 each time
-        for grad, add in ((want, kernels.add_weight_grad), (got, bulk_grads.add_weight_grad)):
+    case = Case(groups, *shape, dtype, "cuda", stride=8)
+    want, got = case.grads["gate"], Case(groups, *shape, dtype, "cuda", stride=8).grads["gate"]
+
+    def add(by: Any, grad: Tensor, fresh: int) -> kernels.Tiles:
+        tiles = kernels.Tiles.lay(case.offsets, case.C, 2, kernels.blocks_for(dtype, products.HOPPER))
+        for _ in range(2):  # again: the counters must be 0
+            by.add_weight_grad(tiles, case.x, case.grad_y, grad, 64, fresh)
+        return tiles
+
+    for fresh in (0, len(groups) // 2, len(groups)):
+        for by, grad in ((kernels, want), (bulk_grads, got)):
             grad[:fresh] = POISON
-            add(tiles, case.x, case.grad_y, grad, 64, fresh)
+            tiles = add(by, grad, fresh)
         assert torch.equal(got, want), f"fresh {fresh}: {int((got != want).sum())} differ"
-        assert int(tiles.counter) == 0
+        assert tiles.counters.tolist() == [0, 0]
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add(bulk_grads, got, 0)
+    for _ in range(3):
+        graph.replay()
+        add(kernels, want, 0)
+    assert torch.equal(got, want)
 
 
 def test_torch_is_used_where_kernels_cannot_be():

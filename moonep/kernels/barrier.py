@@ -4,7 +4,7 @@
             until signals[0][1] >= epoch        until signals[1][0] >= epoch
 
 The epoch is counted on the device, so a captured graph can be replayed. Memory order: a rank's earlier kernels have
-ended before its barrier kernel starts; the signal is a release, the spin an acquire, both at system scope. So what a
+ended before its barrier kernel signals; the signal is a release, the spin an acquire, both at system scope. So what a
 rank wrote before its barrier is visible to every peer after theirs.
 
 A peer that does not come within the limit, that refused the operation, that is in another one, or that has failed,

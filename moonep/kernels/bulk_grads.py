@@ -1,10 +1,11 @@
-"""Weight gradients on Hopper, by programs that stay: additions of a tile fly while the next one is multiplied.
+"""Weight gradients on Hopper, by programs that do several tiles: one is added to memory while the next is multiplied.
 
     loader      1 warp: draws a tile, tells the others, and keeps STAGES steps of its operands on their way
-    adders      8 warps: multiply, put the tile into shared memory PARTS times, and let the copy engine add it to memory
+    adders      8 warps: multiply, put the tile into shared memory in parts, and let the copy engine add them to memory
 
-Tiles are drawn from a counter, not shared out beforehand: other kernels may hold some multiprocessors for a while.
-Tiles that are drawn one after the other are neighbours, so what one loads the others find in the L2 cache.
+Tiles are drawn from a counter, not shared out beforehand: other kernels may hold some multiprocessors for a while. They
+get them, too: a program ends after TURNS tiles. Those that are drawn one after the other are neighbours, so what one
+program loads the others find in the L2 cache.
 
 `grouped._add_weight_grad_kernel` does the same with one program a tile, on any GPU: same results bit for bit.
 """
@@ -15,7 +16,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from triton._C.libtriton import ir
+from triton._C.libtriton import gluon_ir, ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -33,10 +34,12 @@ from moonep.kernels import grouped
 from moonep.kernels.grouped import Tiles
 from moonep.kernels.launch import launch, varying
 
-ROWS, COLUMNS, DEPTH = 128, 256, 64  # of a tile, and of a step along its sum
-STAGES, PARTS, BUFFERS = 3, 4, 2
-TOLD = 2  # tiles that the loader can be ahead
+STAGES = 3  # steps along the sum whose operands are on their way
+PARTS, BUFFERS = gl.constexpr(4), gl.constexpr(2)  # of a tile's columns, and parts that are on their way
+TOLD = gl.constexpr(2)  # tiles that the loader can be ahead
+TURNS = gl.constexpr(16)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_CAN_ADD = hasattr(gluon_ir.GluonOpBuilder, "create_async_tma_reduce") and hasattr(ir, "DESCRIPTOR_REDUCE_KIND")
 
 
 @builtin
@@ -76,17 +79,21 @@ def _rows_of(offsets, g):
 
 @gluon.jit
 def _load(
-    x, grad_y, offsets, live, num_live, counter, items, fresh, xs, ys, full, empty, told, said, heard,
+    x, grad_y, offsets, live, num_live, counters, items, fresh, xs, ys, full, empty, told, said, heard,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    TOLD: gl.constexpr, GP: gl.constexpr,
+    GP: gl.constexpr,
 ):  # fmt: skip
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     BYTES: gl.constexpr = BK * (BM + BN) * 2
     stage, parity = gl.to_tensor(0), gl.to_tensor(1)
     slot, slot_parity = gl.to_tensor(0), gl.to_tensor(1)
     item = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
     while item < items:
-        item = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+        item = items
+        if turn < TURNS:
+            item = gl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
+        turn += 1
         mbarrier.wait(heard.index(slot), slot_parity)
         told.index(slot).store(gl.full([32], item, gl.int32, LANES))
         mbarrier.arrive(said.index(slot), count=1)
@@ -108,12 +115,13 @@ def _load(
                     stage = gl.to_tensor(0)
                     parity ^= 1
                 k += BK
-    if item == items + gl.num_programs(0) - 1:  # the last one that is drawn: all programs are through
-        gl.store(counter, 0)
+    if gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu") == gl.num_programs(0) - 1:  # all are through
+        gl.store(counters, 0)
+        gl.store(counters + 1, 0)
 
 
 @gluon.jit
-def _put(grad, g, m, n, part, buffer, fresh, BM: gl.constexpr, WIDTH: gl.constexpr, BUFFERS: gl.constexpr):
+def _put(grad, g, m, n, part, buffer, fresh, BM: gl.constexpr, WIDTH: gl.constexpr):
     """Write or add a part of a tile, in the background."""
     tma.store_wait(BUFFERS - 1)
     gl.thread_barrier()
@@ -135,7 +143,7 @@ def _halves(part, BM: gl.constexpr, WIDTH: gl.constexpr):
 def _add(
     grad, offsets, live, num_live, items, fresh, xs, ys, full, empty, told, said, heard, buffers,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    TOLD: gl.constexpr, PARTS: gl.constexpr, BUFFERS: gl.constexpr, GP: gl.constexpr,
+    GP: gl.constexpr,
 ):  # fmt: skip
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
@@ -171,24 +179,20 @@ def _add(
             sums = warpgroup_mma_wait(0, deps=[sums])
             mbarrier.arrive(empty.index(before), count=1, pred=begin < end)
             a, b = _halves(sums, BM, BN)
-            if PARTS == 2:
-                _put(grad, g, m, n, a, buffers.index(0), fresh, BM, WIDTH, BUFFERS)
-                _put(grad, g, m, n + WIDTH, b, buffers.index(1 % BUFFERS), fresh, BM, WIDTH, BUFFERS)
-            else:
-                a0, a1 = _halves(a, BM, BN // 2)
-                b0, b1 = _halves(b, BM, BN // 2)
-                _put(grad, g, m, n, a0, buffers.index(0), fresh, BM, WIDTH, BUFFERS)
-                _put(grad, g, m, n + WIDTH, a1, buffers.index(1 % BUFFERS), fresh, BM, WIDTH, BUFFERS)
-                _put(grad, g, m, n + 2 * WIDTH, b0, buffers.index(2 % BUFFERS), fresh, BM, WIDTH, BUFFERS)
-                _put(grad, g, m, n + 3 * WIDTH, b1, buffers.index(3 % BUFFERS), fresh, BM, WIDTH, BUFFERS)
+            a0, a1 = _halves(a, BM, BN // 2)
+            b0, b1 = _halves(b, BM, BN // 2)
+            _put(grad, g, m, n, a0, buffers.index(0), fresh, BM, WIDTH)
+            _put(grad, g, m, n + WIDTH, a1, buffers.index(1), fresh, BM, WIDTH)
+            _put(grad, g, m, n + 2 * WIDTH, b0, buffers.index(0), fresh, BM, WIDTH)
+            _put(grad, g, m, n + 3 * WIDTH, b1, buffers.index(1), fresh, BM, WIDTH)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["fresh"])
 def _add_weight_grads_kernel(
-    x, grad_y, grad, offsets, live, bounds, counter, fresh,
+    x, grad_y, grad, offsets, live, bounds, counters, fresh,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    TOLD: gl.constexpr, PARTS: gl.constexpr, BUFFERS: gl.constexpr, GP: gl.constexpr,
+    GP: gl.constexpr,
 ):  # fmt: skip
     """grad[g] += x^T grad_y over the rows of group g; groups below `fresh` are written, with or without rows."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
@@ -217,14 +221,14 @@ def _add_weight_grads_kernel(
                 _add,
                 (
                     grad, offsets, live, num_live, items, fresh, xs, ys, full, empty, told, said, heard, buffers,
-                    M, N, BM, BN, BK, STAGES, TOLD, PARTS, BUFFERS, GP,
+                    M, N, BM, BN, BK, STAGES, GP,
                 ),
             ),
             (
                 _load,
                 (
-                    x, grad_y, offsets, live, num_live, counter, items, fresh, xs, ys, full, empty, told, said, heard,
-                    M, N, BM, BN, BK, STAGES, TOLD, GP,
+                    x, grad_y, offsets, live, num_live, counters, items, fresh, xs, ys, full, empty, told, said, heard,
+                    M, N, BM, BN, BK, STAGES, GP,
                 ),
             ),
         ],
@@ -233,41 +237,39 @@ def _add_weight_grads_kernel(
     )  # fmt: skip
 
 
-def takes(x: Tensor, token_padding: int) -> bool:
+def takes(tiles: Tiles, x: Tensor, token_padding: int) -> bool:
     """Whether rows can be multiplied by this kernel, on Hopper: two bytes a value, groups of whole steps."""
-    return x.dtype in DTYPES and token_padding % DEPTH == 0
+    return x.dtype in DTYPES and token_padding % tiles.blocks.depth == 0 and _CAN_ADD
 
 
 def add_weight_grad(tiles: Tiles, x: Tensor, grad_y: Tensor, grad: Tensor, token_padding: int, fresh: int = 0) -> None:
     """`grouped.add_weight_grad`, for what `takes` takes."""
-    assert takes(x, token_padding) and grouped.takes(grad) and grad.dtype == torch.float32
-    G, M, N = grad.shape
-    programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    assert takes(tiles, x, token_padding) and grouped.takes(grad) and grad.dtype == torch.float32
+    b, (G, M, N) = tiles.blocks, grad.shape
     args = (
-        _boxes(x, [DEPTH, ROWS]), _boxes(grad_y, [DEPTH, COLUMNS]), _boxes(grad, [1, ROWS, COLUMNS // PARTS]),
-        tiles.offsets, tiles.live, tiles.bounds, tiles.counter, fresh,
+        _boxes(x, [b.depth, b.rows]), _boxes(grad_y, [b.depth, b.columns]),
+        _boxes(grad, [1, b.rows, b.columns // PARTS.value]), tiles.offsets, tiles.live, tiles.bounds, tiles.counters,
+        fresh,
     )  # fmt: skip
     launch(
         _add_weight_grads_kernel,
-        (min(programs, G * ceil_div(M, ROWS) * ceil_div(N, COLUMNS)),),
+        (ceil_div(G * ceil_div(M, b.rows) * ceil_div(N, b.columns), TURNS.value),),
         args,
         varying(x, tiles.offsets),
         num_warps=8,
         M=M,
         N=N,
-        BM=ROWS,
-        BN=COLUMNS,
-        BK=DEPTH,
+        BM=b.rows,
+        BN=b.columns,
+        BK=b.depth,
         STAGES=STAGES,
-        TOLD=TOLD,
-        PARTS=PARTS,
-        BUFFERS=BUFFERS,
         GP=max(32, next_power_of_2(G)),
     )
 
 
 def _boxes(tensor: Tensor, box: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, _layout(tensor.dtype, tuple(box)))
+    shape = [max(tensor.shape[0], 1), *tensor.shape[1:]]
+    return TensorDescriptor(tensor, shape, list(tensor.stride()), box, _layout(tensor.dtype, tuple(box)))
 
 
 @cache

@@ -67,8 +67,8 @@ class Tiles:
         offsets: [G] int32, end row of each group.
         tiles: [T, 2] int32: group and first row.
         bounds: [4] int32: 0, the tiles of the first groups, all tiles; how many groups have rows.
-        live: [G] int32: those groups.
-        counter: [1] int32, 0 between launches: for programs that draw tiles.
+        live: [G] int32: those groups; what lies beyond is undefined.
+        counters: [2] int32, 0 between launches: tiles that programs have drawn, and programs that are through.
         blocks: of all products.
     """
 
@@ -76,7 +76,7 @@ class Tiles:
     tiles: Tensor
     bounds: Tensor
     live: Tensor
-    counter: Tensor
+    counters: Tensor
     blocks: Blocks
 
     @staticmethod
@@ -93,15 +93,15 @@ class Tiles:
         most = capacity // blocks.rows + G
         tiles = torch.empty(most, 2, dtype=torch.int32, device=offsets.device)
         words = torch.empty(align_up(G, 4) + 8, dtype=torch.int32, device=offsets.device)
-        bounds, counter, live = words[:4], words[4:5], words[8:]
-        args = (offsets, tiles, bounds, live, counter, G, split)
+        bounds, counters, live = words[:4], words[4:6], words[8:]
+        args = (offsets, tiles, bounds, live, counters, G, split)
         launch(_lay_tiles_kernel, (G,), args, varying(offsets), ROWS=blocks.rows, GP=next_power_of_2(G))
-        return Tiles(offsets, tiles, bounds, live, counter, blocks)
+        return Tiles(offsets, tiles, bounds, live, counters, blocks)
 
 
 @triton.jit(do_not_specialize=["G", "split"])
 def _lay_tiles_kernel(
-    offsets, tiles, bounds, live, counter, G, split, ROWS: tl.constexpr, GP: tl.constexpr
+    offsets, tiles, bounds, live, counters, G, split, ROWS: tl.constexpr, GP: tl.constexpr
 ):  # fmt: skip
     """Program g lists the tiles of group g: ends 3, 3, 10 in tiles of 4 rows are (0, 0), (2, 3), (2, 7)."""
     g = tl.program_id(0)
@@ -124,7 +124,8 @@ def _lay_tiles_kernel(
         tl.store(bounds + 1, tl.sum(tl.where(i < split, count, 0), 0))
         tl.store(bounds + 2, tl.sum(count, 0))
         tl.store(bounds + 3, tl.sum((count > 0).to(tl.int32), 0))
-        tl.store(counter, 0)
+        tl.store(counters, 0)
+        tl.store(counters + 1, 0)
 
 
 @triton.jit

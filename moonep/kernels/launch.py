@@ -134,14 +134,12 @@ class Launch:
         self, kernel: Any, grid: tuple[int | Given, ...], args: Sequence[Any], *, num_warps: int = 4, **constants: Any
     ):
         self.kernel, self.grid, self.args, self.num_warps, self.constants = kernel, grid, args, num_warps, constants
-        self._options: dict[str, Any] = {}
         self.ready = False
 
     def start_early(self) -> None:
         """Launch it while the kernel before still runs, if it is made for that: `moonep.kernels.early`."""
         if "EARLY" in self.constants:
             self.constants["EARLY"] = True
-            self._options["launch_pdl"] = True
 
     def run(self, values: Mapping[str, Any]) -> None:
         """Launch through Triton. values: tensors, and integers that the kernel does not specialise on."""
@@ -149,7 +147,8 @@ class Launch:
         if grid[0] == 0:
             return
         args = [arg.of(values) if isinstance(arg, Given) else arg for arg in self.args]
-        compiled = self.kernel[grid](*args, num_warps=self.num_warps, **self._options, **self.constants)
+        early = {"launch_pdl": True} if self.constants.get("EARLY") else {}
+        compiled = self.kernel[grid](*args, num_warps=self.num_warps, **early, **self.constants)
         if not self.ready and hasattr(compiled, "packed_metadata"):  # neither interpreted nor recorded
             self._prepare(compiled, args)
 

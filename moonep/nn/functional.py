@@ -67,8 +67,8 @@ def load(pool: ExpertPool, weights: Mapping[str, Tensor]) -> Tensor:
 def make_anchor(device: torch.device) -> Tensor:
     """An empty tensor that requires grad, so that backward runs when neither tokens nor route weights do.
 
-    On a GPU, and made in the forward whose backward it is for: whoever calls backward on another stream than forward's
-    then waits for it, as with any parameter.
+    On the device of the experts: whoever calls backward on another stream than forward's then waits for it, as with any
+    parameter.
     """
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)

@@ -139,7 +139,7 @@ class KernelProducts:
         if self._on_hopper:
             from moonep.kernels import bulk_grads
 
-            add = bulk_grads.add_weight_grad if bulk_grads.takes(x, self._token_padding) else add
+            add = bulk_grads.add_weight_grad if bulk_grads.takes(self._tiles, x, self._token_padding) else add
         add(self._tiles, x, grad_y, grad, self._token_padding, fresh)
 
     def all_rows(self, rows: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ POINTERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: the kernel, the types of its arguments, its constants and options."""
+    """One kernel launch: the kernel, the types of its arguments, its constants and options, whether it starts early."""
 
     kernel: Any
     signature: dict[str, str]
@@ -43,6 +43,7 @@ class Launch:
     divisible: tuple[int, ...]
     num_warps: int
     num_stages: int
+    early: bool
 
     @property
     def name(self) -> str:
@@ -88,6 +89,7 @@ def record_launches() -> Iterator[list[Launch]]:
 def _describe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     num_warps, num_stages = values.pop("num_warps", 4), values.pop("num_stages", 3)
+    early = values.pop("launch_pdl", False)
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     divisible = []
@@ -107,7 +109,7 @@ def _describe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lau
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if not parameter.do_not_specialize and value % 16 == 0:
                 divisible.append(i)
-    return Launch(kernel, signature, constants, tuple(divisible), num_warps, num_stages)
+    return Launch(kernel, signature, constants, tuple(divisible), num_warps, num_stages, early)
 
 
 class OneProcessMemory(HostMemory):
