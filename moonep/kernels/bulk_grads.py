@@ -37,7 +37,7 @@ from moonep.kernels.launch import launch, varying
 STAGES = 3  # steps along the sum whose operands are on their way
 PARTS, BUFFERS = gl.constexpr(4), gl.constexpr(2)  # of a tile's columns, and parts that are on their way
 TOLD = gl.constexpr(2)  # tiles that the loader can be ahead
-TURNS = gl.constexpr(16)
+TURNS = gl.constexpr(32)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _CAN_ADD = hasattr(gluon_ir.GluonOpBuilder, "create_async_tma_reduce") and hasattr(ir, "DESCRIPTOR_REDUCE_KIND")
 
