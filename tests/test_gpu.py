@@ -191,6 +191,8 @@ def read_after_backward_on_another_stream() -> list[str]:
     layer(x).backward(grad)
     want = {n: layer.experts[n].grad.clone() for n in PROJECTIONS}
     layer.zero_grad()
+    for n in PROJECTIONS:
+        layer.pool.local_grad[n].fill_(float("nan"))  # what is read too early
     other = torch.cuda.Stream(device)
     y = layer(x)
     other.wait_stream(torch.cuda.current_stream(device))
