@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moonep.bench.comparison import Checked, Line
-from moonep.bench.hosts import Hosts
+from moonep.bench.hosts import Hosts, Unavailable
 from moonep.bench.layer_gate import Input
 from moonep.bench.layer_peers import LAYERS, Layer, MoonEPLayer, run_layer
 from moonep.bench.layer_world import LayerComparison, LayerWorld, make_input, meeting
@@ -39,6 +39,8 @@ class PeakMemory(LayerComparison):
         return {**super().line(R, name, operation, routing), **about}
 
     def open_peer(self, name: str, world: LayerWorld) -> Layer:
+        if world.E == world.L:
+            raise Unavailable(f"{PEAK_MEMORY} needs a second rank: one alone cannot be hot")
         return LAYERS[name].open(world)
 
     def make_batch(self, world: LayerWorld, routing: Routing, hosts: Hosts) -> tuple[list[Input], Line]:
