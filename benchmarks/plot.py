@@ -189,6 +189,7 @@ def draw_peers(lines: list[Line]) -> Figure | None:
 def draw_layers(lines: list[Line]) -> Figure | None:
     """Forward and backward of a layer, by peer and variant; the balanced time of MoonEP's as a line."""
     rows = [line for line in lines if line.get("peer") and line["operation"] == LAYER]
+    rows = [line for line in rows if line["S"] == max(row["S"] for row in rows)]
     sweeps = [(kind, text) for kind, text in SWEEPS if len(_values(rows, kind)) > 1]
     if not sweeps:
         return None

@@ -25,7 +25,7 @@ from moonep.bench.layer_memory import PeakMemory
 from moonep.bench.layer_peers import LAYERS, MoonEPLayer, run_layer
 from moonep.bench.layer_suite import compare_layers
 from moonep.bench.layer_world import make_input
-from moonep.bench.layers import Layers
+from moonep.bench.layers import DENSE_WORK, Layers
 from moonep.bench.products import Products
 from moonep.bench.routings import Routing
 from moonep.bench.settings import EAGER
@@ -83,6 +83,12 @@ def test_every_layer_is_gated_and_timed_and_a_missing_library_is_named(ranks):
     timed = [line for line in lines if line["peer"] != "deepep_v2"]
     assert all(line["samples"] == 2 and line["median_us"] > 0 and line["F"] == 8 for line in timed), timed
     assert {(line["peer"], line["variant"], line["operation"]) for line in lines} == want
+    tensors = {"output", *(f"gradient of {name}" for name in ("tokens", "route weights", "gate", "up", "down"))}
+    for line in timed:  # all sums in fp32 on the CPU, and few of them
+        assert set(line["errors"]) == {"all_to_all", "dense"} and all(
+            set(of) == tensors for of in line["errors"].values()
+        )
+        assert 0 < max(line["errors"]["dense"].values()) < 0.03
     hot = {line["peer"]: line for line in timed if line["routing"]["value"] == 1.5 and line["operation"] == "layer"}
     assert hot["moonep"]["copies"] > 0 and hot["moonep"]["rank_imbalance"] == pytest.approx(1.5, rel=0.03)
     unpadded = [line["rows"] for line in timed if line["variant"] == "unpadded" and line["routing"]["value"] == 1.5]
@@ -315,6 +321,8 @@ def test_the_suite_measures_every_goal_of_layers():
         "peak_memory_growth": 1.004,
     }
     assert values["dispatch_us_32"] is None
+    (few,) = {line["S"] for line in made_up_lines() if line["operation"] == "layer"} - {8192}
+    assert 2 * few * 8 * 7168 * 2048 <= DENSE_WORK["cuda"], "these are for a dense layer to compare with"
     order = [line["routing"]["kind"] for line in made_up_lines() if line["operation"] == "layer"]
     assert order[0] == "hot_rank"  # what the goals need most comes first
 

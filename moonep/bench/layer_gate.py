@@ -73,8 +73,8 @@ def _grad(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-def check_result(got: Result, want: Result, tolerance: float, of_weights: bool = True) -> None:
-    """Raise a GateError that names what is wrong.
+def check_result(got: Result, want: Result, tolerance: float, of_weights: bool = True) -> dict[str, float]:
+    """The largest `row_error` of each tensor. Raises a GateError that names what is wrong.
 
     Args:
         got, want: on this rank.
@@ -90,15 +90,15 @@ def check_result(got: Result, want: Result, tolerance: float, of_weights: bool =
         pairs |= {
             f"gradient of {name}": (got.grad_weights[name], want.grad_weights[name]) for name in want.grad_weights
         }
-    for name, (ours, theirs) in pairs.items():
-        check_rows(name, ours, theirs, tolerance)
+    return {name: check_rows(name, ours, theirs, tolerance) for name, (ours, theirs) in pairs.items()}
 
 
-def check_rows(name: str, got: Tensor, want: Tensor, tolerance: float) -> None:
-    """Raise a GateError if a row of `got` [n, ...] differs from that of `want` by more than the tolerance."""
+def check_rows(name: str, got: Tensor, want: Tensor, tolerance: float) -> float:
+    """`row_error` [n, ...]. Raises a GateError if it is more than the tolerance."""
     error = row_error(got, want)
     if not error <= tolerance:  # NaN as well
         raise GateError(f"{name}: a row differs by {error:.3g} of its norm, allowed {tolerance:g}")
+    return error
 
 
 def row_error(got: Tensor, want: Tensor) -> float:

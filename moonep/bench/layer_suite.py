@@ -14,6 +14,8 @@ from moonep.bench.transformer import Transformer
 from moonep.dims import align_up
 
 PRODUCTS_IMBALANCE = 1.25
+DENSE_TOKENS, DENSE_PEERS = 512, ("moonep", "all_to_all", "moonep_tokens")
+"""Of all ranks together: few enough for a dense layer in fp32, with which these are compared."""
 BIASES = {"cuda": (0.0, 0.015, 0.018), "cpu": (0.0, 0.01)}
 """Of routers of H=2048, E=128, K=8 with their initial weights: rank imbalance of about 1, 1.4 and 1.8 on two ranks."""
 
@@ -24,7 +26,7 @@ def products_routing(R: int, seed: int) -> Routing:
 
 
 def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int) -> list[Comparison]:
-    """Layers with all routings, grouped products, memory, training steps, and layers with the routings of traces.
+    """Layers with all routings, products, layers beside a dense one, memory, training steps, and layers with traces.
 
     Args:
         chosen: sizes (E is its `weight_experts`; the first of tokens and SMs count), routings and traces.
@@ -40,10 +42,13 @@ def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int)
         F=c.F, P=c.token_padding,
     )  # fmt: skip
     same = {field: getattr(layers, field) for field in ("S", "H", "K", "E", "sms", "device", "samples", "F", "P")}
+    skewed = products_routing(R, c.seed)
     comparisons: list[Comparison] = [layers] if routings else []
     if routings:
+        few = max(DENSE_TOKENS // R, 1)
         comparisons += [
-            Products(**same, routings=(products_routing(R, c.seed),)),
+            Products(**same, routings=(skewed,)),
+            *([replace(layers, S=few, routings=(skewed,), peers=DENSE_PEERS)] if few < layers.S else []),
             PeakMemory(**same, routings=(Routing("hot_rank", 1.0, c.seed),), steps=steps),
             small_transformer(device, c, R, samples),
         ]

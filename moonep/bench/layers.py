@@ -5,6 +5,7 @@ Routing is given, so there is no router. Every rank has its own tokens, ids and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -17,7 +18,8 @@ from moonep.bench.layer_peers import LAYERS, Layer, MoonEPLayer, PeerLayer, make
 from moonep.bench.layer_world import LayerComparison, LayerWorld, make_input, meeting
 from moonep.bench.routings import Routing
 
-DENSE_WORK = 1 << 30  # multiplications of a projection: up to here layers are compared with a dense one, too
+# Multiplications of a projection: up to here layers are compared with a dense one, too.
+DENSE_WORK = {"cuda": 1 << 37, "cpu": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Layers(LayerComparison):
         got = result_of(reference, batch, world.pool, meeting(world, hosts))
         want = replace(got, grad_weights={name: grad.clone() for name, grad in got.grad_weights.items()})
         dense = None
-        if world.R * self.S * self.K * self.H * self.F <= DENSE_WORK:
+        if world.R * self.S * self.K * self.H * self.F <= DENSE_WORK[world.device.type]:
             every = hosts.exchange([tensor.detach().cpu() for tensor in _tensors(batch)])
             inputs = [Input(*(tensor.to(world.device) for tensor in parts)) for parts in every]
             dense = dense_result(inputs, {name: full[: world.E] for name, full in world.pool.full.items()}, world.rank)
@@ -63,15 +65,16 @@ class Layers(LayerComparison):
     def check(self, world: LayerWorld, name: str, peer: Layer, batch: LayerBatch, hosts: Hosts) -> Checked:
         got = result_of(peer, batch, world.pool, meeting(world, hosts))
         world.buffer.check()
-        check_result(got, batch.want, TOLERANCE)
+        errors = {"all_to_all": check_result(got, batch.want, TOLERANCE)}
         if batch.dense is not None:
-            check_result(got, batch.dense, DENSE_TOLERANCE)
+            errors["dense"] = check_result(got, batch.dense, DENSE_TOLERANCE)
         hosts.meet()  # what a rank finds wrong, its peers hear of here, and not in the middle of a layer
         if isinstance(peer, MoonEPLayer):
             check_in_place(peer, batch)
         hosts.meet()
         counts = hosts.exchange(peer.count(batch))
-        about = {key: max(count[key] for count in counts) for key in counts[0]}
+        about: Line = {key: max(count[key] for count in counts) for key in counts[0]}
+        about["errors"] = _largest(hosts.exchange(errors))
         return Checked(make_calls(peer, batch, self.operations(name)), about)
 
 
@@ -84,6 +87,14 @@ def check_in_place(layer: MoonEPLayer, batch: LayerBatch) -> None:
         check_result(got, batch.want, TOLERANCE, of_weights=False)
     except GateError as error:
         raise GateError(f"without prefetch: {error}") from None
+
+
+def _largest(errors: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Of all ranks: against which layer, of which tensor."""
+    return {
+        layer: {name: float(f"{max(rank[layer][name] for rank in errors):.3g}") for name in of}
+        for layer, of in errors[0].items()
+    }
 
 
 def _tensors(batch: Input) -> tuple[Tensor, Tensor, Tensor, Tensor]:
