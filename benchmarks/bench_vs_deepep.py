@@ -48,7 +48,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("--json", action="store_true", help="the last line of stdout is one JSON document")
     parser.set_defaults(device=device)
-    return parser.parse_args()
+    args = parser.parse_args()
+    ranks = int(os.environ["WORLD_SIZE"]) if environment.launched() else args.ranks
+    if ranks < 1 or args.experts % ranks or args.experts < args.top_k:
+        parser.error(
+            f"--experts: given {args.experts}, expected a multiple of {ranks} ranks, at least K = {args.top_k}"
+        )
+    return args
 
 
 def main() -> None:
@@ -86,7 +92,7 @@ def main() -> None:
         run_comparisons([comparison], args.ranks, args.timeout_s, take)
     if first and args.json:
         print(json.dumps({"set": about["set"], "backend": args.device, "rows": lines}))
-    if any("gate" in line for line in lines):
+    if any("gate" in line or "error" in line for line in lines):
         raise SystemExit(1)
 
 

@@ -49,7 +49,12 @@ def main() -> None:
     parser.add_argument("--format", choices=("png", "svg"), default="png")
     parser.add_argument("--set", default=None, help="which set, such as '1a2b3c4 2026-01-31'; the newest")
     args = parser.parse_args()
+    if not args.results.exists():
+        parser.error(f"--results: given {args.results}, expected a file or a directory")
     lines = list(results.read(args.results))
+    sets = sorted({line["set"] for line in lines})
+    if args.set is not None and args.set not in sets:
+        parser.error(f"--set: given {args.set!r}, expected one of {', '.join(sets) or 'none: there are no results'}")
     lines = [line for line in lines if line["set"] == args.set] if args.set else results.newest_set(lines)
     for path in draw_all(lines, args.output, args.format):
         print(path)

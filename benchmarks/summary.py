@@ -22,6 +22,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document: a value or null for each key")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a .jsonl file, or a directory of them")
     args = parser.parse_args()
+    if not args.results.exists():
+        parser.error(f"--results: given {args.results}, expected a file or a directory")
     lines = results.newest_set(results.read(args.results))
     values = goals.measured(lines)
     if args.json:

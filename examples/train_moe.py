@@ -186,6 +186,7 @@ def balance_of(layers: list[MoE]) -> dict[str, float]:
         for name in ("rows_before", "rows_after"):
             rows = stats[name]
             scalars |= {f"layer{i}/{name}_max": max(rows), f"layer{i}/{name}_mean": sum(rows) / len(rows)}
+            scalars |= {f"layer{i}/{name}/rank{rank}": count for rank, count in enumerate(rows)}
         scalars[f"layer{i}/redundant_experts"] = sum(stats["redundant_experts"])
         scalars |= {f"layer{i}/{name}": stats[name] for name in ("imbalance_before", "imbalance_after", "maxvio")}
     return scalars

@@ -477,3 +477,20 @@ def test_bench_vs_deepep_runs_on_cpu_and_its_last_line_is_one_json_document(tmp_
     assert {row["peer"] for row in rows if "median_us" in row} == {"moonep", "all_to_all"}
     assert [json.loads(line) for line in output.read_text().splitlines()] == rows
     assert "deepep_v2 (strict), dispatch, hot_rank 1.5: unavailable: deep_ep cannot be imported" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "says"),
+    [
+        ("summary", ["--results", "/nowhere"], "--results: given /nowhere, expected"),
+        ("plot", ["--results", "/nowhere"], "--results: given /nowhere, expected"),
+        ("plot", ["--set", "nope"], "--set: given 'nope', expected one of"),
+        ("bench_vs_deepep", ["--experts", "7"], "--experts: given 7, expected a multiple of 2 ranks"),
+    ],
+)
+def test_programs_say_what_is_wrong_with_an_option(monkeypatch, capsys, program, arguments, says):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    with pytest.raises(SystemExit) as error:
+        load(program).main()
+    assert error.value.code == 2 and says in capsys.readouterr().err

@@ -121,7 +121,8 @@ def test_products_are_timed_beside_torch(ranks):
 
 
 def test_memory_is_not_told_without_a_gpu(ranks):
-    memory = PeakMemory(24, 16, 2, 8, (Routing("hot_rank", 1.0),), F=8, steps=12, **SMALL)
+    peers = ("moonep", "all_to_all")
+    memory = PeakMemory(24, 16, 2, 8, (Routing("hot_rank", 1.0),), F=8, steps=12, peers=peers, **SMALL)
     lines = ranks(2).run(lines_of, memory, 206)[0]
     assert [(line["peer"], line["growth"], line["steps"]) for line in lines] == [
         ("moonep", None, 12),
@@ -360,6 +361,9 @@ def test_goals_of_layers_are_read_from_the_newest_lines_and_null_where_one_is_mi
     grown = hand_written("peak_memory", "hot_rank", 1.0, 0.0, "all_to_all", growth=1.4)
     assert layer_goals.measured([memory, grown])["peak_memory_growth"] == 1.0
     assert layer_goals.measured([{**memory, "growth": None}])["peak_memory_growth"] is None
+    failed = {key: value for key, value in memory.items() if key != "growth"} | {"error": "out of memory"}
+    assert layer_goals.measured([failed])["peak_memory_growth"] is None
+    assert layer_goals.measured([memory, failed])["peak_memory_growth"] == 1.0
     wrong = {**balanced, "gate": "output: a row differs"}
     del wrong["median_us"]
     assert set(layer_goals.measured([wrong, *skewed]).values()) == {None}
@@ -401,7 +405,7 @@ def test_the_command_runs_the_suite_on_cpu_and_its_last_line_is_one_json_documen
     result = CliRunner().invoke(app, ["bench", "--suite", "layers", *sizes, *options, "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["failed"] == {"gate": 0, "error": 0, "skipped": 3}
+    assert report["failed"] == {"gate": 0, "error": 0, "skipped": 4}
     assert set(report["goals"]) == {goal.key for goal in goals.LAYER_GOALS}
     assert set(report["goals"].values()) == {None}  # other sizes, and no GPU
     operations = {row["operation"] for row in report["rows"]}

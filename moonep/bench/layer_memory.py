@@ -27,7 +27,7 @@ class PeakMemory(LayerComparison):
         steps: forward and backward, each.
     """
 
-    peers: tuple[str, ...] = ("moonep", "all_to_all")
+    peers: tuple[str, ...] = ("moonep", "all_to_all", "deepep_v2")
     steps: int = 200
 
     def operations(self, name: str) -> tuple[str, ...]:

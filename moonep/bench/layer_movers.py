@@ -6,7 +6,7 @@ around that (sorting, exchange of counts, waiting for them) is its own and is ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from moonep.bench.peers import ALIGNMENT, DeepEPV2, World
 from moonep.nn import grouped
 
 Weights = Mapping[str, Tensor]
+Grads = tuple[Weights, Collection[str]]
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _aligned_ends(handle: Any, device: torch.device) -> Tensor:
 def routed_experts(
     mover: Mover,
     weights: Weights,
-    grads: Callable[[], Weights],
+    grads: Callable[[], Grads],
     hidden: Tensor,
     route_weights: Tensor,
     ids: Tensor,
@@ -149,7 +150,8 @@ def routed_experts(
     Args:
         mover: brings the rows.
         weights: gate [L, H, F], up [L, H, F], down [L, F, H] in the dtype of the rows.
-        grads: called in backward: fp32 tensors like `weights`, which weight gradients are added to.
+        grads: called in backward: fp32 tensors like `weights`, which weight gradients are added to, and the names of
+            those that start from zero, whatever they hold.
         hidden: [s, H].
         route_weights: [s, K] fp32.
         ids: [s, K] int64, without masked assignments.
@@ -166,7 +168,7 @@ class _RoutedExperts(torch.autograd.Function):
         ctx: Any,
         mover: Mover,
         weights: Weights,
-        grads: Callable[[], Weights],
+        grads: Callable[[], Grads],
         hidden: Tensor,
         route_weights: Tensor,
         ids: Tensor,
@@ -181,15 +183,17 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         rows, row_weights, ends, *products = ctx.saved_tensors
         grad_out = ctx.mover.send_again(grad_output, ctx.handle)
+        weight_grads, fresh = ctx.grads()
         grads = grouped.differentiate(
             ctx.weights,
-            ctx.grads(),
+            weight_grads,
             ends,
             grad_out,
             rows,
             row_weights,
             products,
             in_place=True,
+            fresh=fresh,
             token_padding=ctx.mover.padding,
         )
         return None, None, None, *ctx.mover.back_with_weights(*grads, ctx.handle), None

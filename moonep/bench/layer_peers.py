@@ -47,12 +47,12 @@ class MoonEPLayer:
 
     Args:
         world: with pool and Buffer.
-        save: as for `RoutedExperts`.
+        save, overlap: as for `RoutedExperts`.
     """
 
-    def __init__(self, world: LayerWorld, save: str):
+    def __init__(self, world: LayerWorld, save: str, overlap: bool = True):
         self.pool, self.buffer, self.save = world.pool, world.buffer, save
-        self.routed = RoutedExperts(world.buffer, world.pool)
+        self.routed = RoutedExperts(world.buffer, world.pool, overlap=overlap)
 
     def forward(self, batch: Input) -> Tensor:
         return self.routed(batch.hidden, batch.route_weights, batch.ids, save=self.save).output
@@ -102,7 +102,7 @@ class PeerLayer:
     def forward(self, batch: Input) -> Tensor:
         pool = self.pool
         tokens = (batch.hidden, batch.route_weights, batch.ids)
-        return routed_experts(self.mover, pool.local, lambda: pool.local_grad, *tokens)
+        return routed_experts(self.mover, pool.local, lambda: (pool.local_grad, ()), *tokens)
 
     def before_backward(self) -> None:
         pass
@@ -134,6 +134,7 @@ LAYERS = {
     "moonep": Kind("moonep", "rows", (*_PARTS, NO_PREFETCH), lambda w: MoonEPLayer(w, "rows")),
     "all_to_all": Kind("all_to_all", "unpadded", _PARTS, lambda w: _all_to_all(w, 1)),
     "deepep_v2": Kind("deepep_v2", "padded", _PARTS, lambda w: PeerLayer(w, DeepEPMover(w))),
+    "moonep_in_turn": Kind("moonep", "in turn", (LAYER,), lambda w: MoonEPLayer(w, "rows", overlap=False)),
     "moonep_tokens": Kind("moonep", "tokens", (LAYER,), lambda w: MoonEPLayer(w, "tokens")),
     "all_to_all_padded": Kind("all_to_all", "padded", (LAYER,), lambda w: _all_to_all(w, w.buffer.dims.P)),
 }

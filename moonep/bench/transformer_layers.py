@@ -57,8 +57,8 @@ class GroupedMoE(OrdinaryMoE):
         payload = tokens.to(self.dtype)
         return routed_experts(mover, weights, self._grads, payload, route_weights, ids).to(x.dtype).view(x.shape)
 
-    def _grads(self) -> dict[str, Tensor]:
-        for parameter in self.experts.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return {name: parameter.grad for name, parameter in self.experts.items() if parameter.grad is not None}
+    def _grads(self) -> tuple[dict[str, Tensor], list[str]]:
+        fresh = [name for name, parameter in self.experts.items() if parameter.grad is None]
+        for name in fresh:
+            self.experts[name].grad = torch.empty_like(self.experts[name])
+        return {name: parameter.grad for name, parameter in self.experts.items() if parameter.grad is not None}, fresh

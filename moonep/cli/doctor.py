@@ -69,6 +69,7 @@ def describe_backend(memfd: bool) -> dict[str, Any]:
         "MOONEP_BACKEND": environment.backend(),
         "MOONEP_MOVERS": environment.movers(),
         "MOONEP_HANDLES": environment.handles(),
+        "MOONEP_PRODUCTS": environment.products(),
         "not_implemented": [planned for planned in ("collective",) if planned not in BACKENDS],
     }
 
@@ -128,7 +129,7 @@ def render(report: dict[str, Any], console: Console) -> None:
     facts.add_row("page", f"{memory['page_bytes']} bytes")
     facts.add_row("mappings", f"{memory['max_map_count'] or 'no known limit'} a process")
     facts.add_row("descriptors", f"{memory['file_descriptors'] or 'no known limit'} a process")
-    for name in ("MOONEP_BACKEND", "MOONEP_MOVERS", "MOONEP_HANDLES"):
+    for name in ("MOONEP_BACKEND", "MOONEP_MOVERS", "MOONEP_HANDLES", "MOONEP_PRODUCTS"):
         facts.add_row(name, backend[name] or "not set")
     facts.add_row("backend", f"{backend['name'] or 'none'}: {backend['reason']}")
     if backend["not_implemented"]:
