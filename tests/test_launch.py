@@ -22,6 +22,7 @@ import triton
 from triton.backends.nvidia import driver
 from triton.runtime.jit import JITFunction
 
+from moonep.backends import open_backend
 from moonep.dims import Dims
 from moonep.kernels.launch import Given, Launch, Launches
 from moonep.plan import Plan, PlanLayout
@@ -270,3 +271,24 @@ def test_a_backend_goes_with_its_last_reference(movers):
         assert [part() for part in parts] == [None] * len(parts)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("capable", [True, False])
+def test_kernels_start_early_where_the_gpu_can_and_the_caller_does_not_mind(monkeypatch, asked, capable):
+    given: list[Any] = []
+    monkeypatch.setattr("moonep.backends.gpu.GpuBackend", lambda *args: given.extend(args))
+    monkeypatch.setattr("moonep.backends.movers.starts_early", lambda _: capable)
+    monkeypatch.setattr("moonep.backends.open_memory", lambda _: SimpleNamespace(device=torch.device("cpu")))
+    open_backend("cuda", D, torch.bfloat16, SimpleNamespace(), 1.0, None, None, 0, asked)
+    assert given[-1] == (asked and capable)
+
+
+def test_only_launches_made_for_it_start_early():
+    with record_launches() as launches:
+        for early in (False, True):
+            backend = fake_backend(D, torch.bfloat16, early=early)
+            backend.dispatch(torch.zeros(4, D.H, dtype=torch.bfloat16), None, torch.zeros(4, D.K).int(), None, owner=1)
+    both = {launch.name: {x.early for x in launches if x.name == launch.name} for launch in launches}
+    assert both["_count_blocks_kernel"] == both["_assign_rows_kernel"] == {False, True}
+    assert both["_send_rows_kernel"] == {False}
