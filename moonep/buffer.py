@@ -104,7 +104,6 @@ class Buffer(NotCopied):
         domains: Any = None,
         num_local_sms: int | None = None,
     ):
-        arguments.check_seconds("timeout_s", timeout_s)
         peers = Peers.of(group, alone=num_ep_ranks == 1)
         sizes: list[Dims] = []
 
@@ -116,6 +115,8 @@ class Buffer(NotCopied):
                 raise ValueError(f"dtype: given {dtype}, expected one of {', '.join(map(str, PAYLOAD_DTYPES))}")
             arguments.check_count("num_sms", num_sms, 1, optional=True)
             arguments.check_count("num_local_sms", num_local_sms, 1, optional=True)
+            if not isinstance(comm_stream_priority, int):
+                raise ValueError(f"comm_stream_priority: given {comm_stream_priority!r}, expected an integer")
             if domains is not None:
                 raise ValueError(f"domains: given {domains!r}, expected None: domains are not supported yet")
             name, _ = backends.choose(backend)
@@ -597,10 +598,7 @@ class Buffer(NotCopied):
                 f"pool: given E, B, ranks = {pool.E}, {pool.B}, {pool.R}, "
                 f"expected those of the Buffer: {self.dims.E}, {self.dims.B}, {self.dims.R}"
             )
-        if pool.destroyed:
-            raise ValueError("pool: given a destroyed ExpertPool, expected a live one")
-        if not isinstance(slot_set, int) or not 0 <= slot_set < pool.slot_sets:
-            raise ValueError(f"slot_set: given {slot_set!r}, expected 0 to {pool.slot_sets - 1}")
+        pool.check_slot_set(slot_set)
 
     def _check_view(self, name: str, tensor: Tensor | None, views: list[Tensor]) -> None:
         if tensor is None or all(tensor.data_ptr() != v.data_ptr() for v in views):
