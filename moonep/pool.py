@@ -118,9 +118,14 @@ class ExpertPool(NotCopied):
         master: keep fp32 parameters in `.master`, whose `.grad` is `local_grad`; `sync()` after the optimizer's step
             copies them into the compute weights. In fp32 the compute weights themselves are the parameters.
         backend: as for `Buffer`.
-        timeout_s: seconds to wait for a peer.
+        timeout_s: seconds to wait for a peer, at most; a finite number above 0.
 
     Attributes:
+        E, B, L, R: experts in the group, slots of a rank, own experts of a rank, ranks.
+        rank, group: this rank within the process group, and the group (None: this process alone).
+        grads, slot_sets: as given.
+        projections: [Projection], in the order of `shapes`.
+        destroyed: whether `destroy()` was called.
         full, compact, local: {projection: tensor}: [E + B, ...], [L + B, ...], [L, ...] (see the module).
         compact_grad, local_grad: {projection: fp32 tensor}; empty without `grads`.
         full_grad: {projection: [E + B, ...] fp32}; rows of other homes alias private scratch: never read them. Mapped
@@ -130,7 +135,8 @@ class ExpertPool(NotCopied):
 
     Raises:
         ValueError: a bad argument, or one that differs between ranks.
-        PeerError, PeerTimeout: another rank refused its arguments or did not come.
+        PeerError: another rank refused its arguments.
+        PeerTimeout: another rank did not come. Also when its `group` was bad: it cannot tell its peers.
     """
 
     def __init__(
@@ -394,6 +400,12 @@ class ExpertPool(NotCopied):
             check_updates: also copy when peers may have changed their weights since.
             num_sms: multiprocessors that a kernel may use; None: all.
             projections: which ones; None: all.
+
+        Raises:
+            ValueError: the pool has no such slot set, or is destroyed.
+
+        Visible when it returns: this rank's slots, with weights as they were at the last dispatch or
+        `buffer.barrier()`. No barrier.
         """
         every = self._slots_of(slot_set)
         names = every if projections is None else projections
@@ -433,6 +445,7 @@ class ExpertPool(NotCopied):
 
         Raises:
             StaleSlotsError: they hold another plan's or another pool's weights.
+            ValueError: the pool has no such slot set, or is destroyed.
         """
         every = self._slots_of(slot_set)
         if not (plan.experts_to_copy[self.rank] >= 0).any():
@@ -514,7 +527,7 @@ class ExpertPool(NotCopied):
     def sync(self) -> None:
         """Make the compute weights equal to the master parameters: call it after the optimizer's step.
 
-        A dispatch or `buffer.barrier()` must follow before a peer reads them.
+        Visible when it returns: to this rank alone. To peers after the next dispatch or `buffer.barrier()`.
         """
         self._copy_masters()
         self._synced, self._stepped = self._versions(), False
@@ -603,9 +616,12 @@ class ExpertPool(NotCopied):
         return fresh
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds: own weights and gradients, masters, slots and reduce buffers, and their sum.
+        """Bytes that this rank holds.
 
-        Slots and reduce buffers are counted in full although other pools may share them.
+        Returns:
+            `weights` and `gradients` of own experts, `masters` (where they are not the weights themselves), `slots`,
+            `reduce_buffers`, and their sum `total`. Slots and reduce buffers are counted in full although other pools
+            may share them.
         """
         weights = sum(self.L * p.stride for p in self.projections)
         reduce_chunks = [s.reduce_chunks[self.rank] for g in self._slots for s in g.values() if s.reduce_chunks]
@@ -619,7 +635,13 @@ class ExpertPool(NotCopied):
         return {**held, "total": sum(held.values())}
 
     def destroy(self) -> None:
-        """Give the memory back. Collective, bounded; does nothing the second time. Tensors in use stay valid."""
+        """Give the memory back. Collective, bounded; does nothing the second time. Tensors in use stay valid.
+
+        Raises:
+            PeerTimeout: another rank did not come. The pool is destroyed; its memory goes back with the last reference.
+
+        Visible when it returns: that all ranks have called it. Not what their streams still do.
+        """
         if self.destroyed:
             return
         self.destroyed = True
