@@ -13,7 +13,7 @@ INTEGERS = (torch.int32, torch.int64)
 def describe(tensor: object) -> str:
     """What was given, in a few words."""
     if not isinstance(tensor, Tensor):
-        return f"{type(tensor).__name__} {tensor!r}"[:80]
+        return " ".join(f"{type(tensor).__name__} {tensor!r}".split())[:80]
     layout = "" if tensor.is_contiguous() else ", not contiguous"
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}{layout}"
 

@@ -63,20 +63,25 @@ class Buffer(NotCopied):
         backend: "cuda", "cpu" or, for tests of kernels, "interpreter"; None: `MOONEP_BACKEND`, else by the machine.
         balance: "exact": every rank computes the same number of rows; a tolerance such as 0.01; or "auto": a surplus
             that costs less than one copy of an expert's weights is left alone.
-        timeout_s: seconds to wait for a peer before `PeerTimeout`.
+        timeout_s: seconds to wait for a peer before `PeerTimeout`, at most; a finite number above 0.
         domains: groups of ranks that share fast links; not supported yet, must be None.
         num_local_sms: given, `num_sms` limits only what crosses to other ranks, and this many more (as far as there
             are) copy and sum within the GPU at the same time.
 
     Attributes:
         dims: the sizes, and those that follow (`moonep.dims`).
-        rank, group: this rank within the process group, and the group.
+        rank, group: this rank within the process group, and the group (None: this process alone).
+        dtype: the payload dtype.
         backend: the name of the backend.
+        explicitly_destroy: as given.
+        serial: a number that the ranks' objects of one construction have in common.
+        destroyed: whether `destroy()` was called.
+        usable: whether operations are possible.
 
     Raises:
-        ValueError: a size cannot work, or differs between ranks.
+        ValueError: a bad argument, or one that differs between ranks.
         PeerError: another rank refused its arguments.
-        PeerTimeout: another rank did not come.
+        PeerTimeout: another rank did not come. Also when its `group` was bad: it cannot tell its peers.
 
     Memory: `memory()` states it. Two row buffers of C = `dims.C` rows (arrivals of fresh dispatches; gradients and
     zero-copy expert outputs) and staging for S x min(R, K) partial sums.
@@ -104,7 +109,6 @@ class Buffer(NotCopied):
         domains: Any = None,
         num_local_sms: int | None = None,
     ):
-        arguments.check_seconds("timeout_s", timeout_s)
         peers = Peers.of(group, alone=num_ep_ranks == 1)
         sizes: list[Dims] = []
 
@@ -116,6 +120,8 @@ class Buffer(NotCopied):
                 raise ValueError(f"dtype: given {dtype}, expected one of {', '.join(map(str, PAYLOAD_DTYPES))}")
             arguments.check_count("num_sms", num_sms, 1, optional=True)
             arguments.check_count("num_local_sms", num_local_sms, 1, optional=True)
+            if not isinstance(comm_stream_priority, int):
+                raise ValueError(f"comm_stream_priority: given {comm_stream_priority!r}, expected an integer")
             if domains is not None:
                 raise ValueError(f"domains: given {domains!r}, expected None: domains are not supported yet")
             name, _ = backends.choose(backend)
@@ -259,6 +265,9 @@ class Buffer(NotCopied):
         Raises:
             ValueError: a bad argument; nothing has been written.
             PeerError, PeerTimeout: another rank failed or did not come.
+
+        Visible when it returns: the output and the weights of this rank's tokens. Peers may still read the route
+        weights that this rank gave; its rows have been read.
         """
         with self._operation("combine"):
             d, backend = self.dims, self._backend
@@ -280,9 +289,12 @@ class Buffer(NotCopied):
 
     @property
     def hidden_nvsh_buffer_view(self) -> Tensor:
-        """[C, H]: rows that experts may write their output to, for `combine(zero_copy=True)`.
+        """[C, H] payload dtype: rows that experts may write their output to, for `combine(zero_copy=True)`.
 
         Also where a dispatch with a plan puts its rows.
+
+        Raises:
+            ValueError: the Buffer is destroyed.
         """
         self._check_live("hidden_nvsh_buffer_view")
         return self._backend.gradient.rows
@@ -292,6 +304,9 @@ class Buffer(NotCopied):
         """[C] float32: route weights (or their gradients), for `combine(router_weights_zero_copy=True)`.
 
         Peers gather from it until they have returned from combine: write it after the dispatch that comes next.
+
+        Raises:
+            ValueError: the Buffer is destroyed.
         """
         self._check_live("router_weight_buffer_view")
         return self._backend.gradient.weights
@@ -322,7 +337,10 @@ class Buffer(NotCopied):
             projections: which ones; None: all.
 
         Raises:
-            ValueError: a bad argument.
+            ValueError: a bad argument. Of this rank alone: peers do not wait here, and go on.
+            PeerError, PeerTimeout: an earlier operation failed.
+
+        Visible when it returns: this rank's slots, with weights as they were at the last dispatch or `barrier()`.
 
         Moves: redundant experts here x bytes of an expert, read from their homes. No barrier: the dispatch that made
         the plan came after the last update of the weights.
@@ -345,13 +363,17 @@ class Buffer(NotCopied):
         Args:
             plan: of this Buffer.
             async_finish: return an event, not None.
-            weights: either `full_gate_weight`, `full_up_weight`, `full_down_weight`: symmetric [E + B, ...]; or
-                `local_gate_weight` [L, ...] with `gate_prefetch_buffer` [R, B, ...] (also up, down), symmetric: homes
-                push their experts into the slots of all ranks, with a barrier before and after.
+            weights: either `full_gate_weight` [E + B, ...], symmetric: row e is expert e, the last B rows are this
+                rank's slots; or `local_gate_weight` [L, ...] with `gate_prefetch_buffer` [R, B, ...], symmetric: homes
+                push their experts into the slots of all ranks, with a barrier before and after. Also up, down. Any
+                dtype; a prefetch buffer has the dtype and trailing sizes of its weight.
 
         Raises:
-            ValueError: a bad argument.
-            PeerError, PeerTimeout: another rank failed or did not come (second form).
+            ValueError: a bad argument; nothing has been written.
+            PeerError, PeerTimeout: another rank failed or did not come (first form: in an earlier operation).
+
+        Visible when it returns: this rank's slots; first form: with weights as they were at the last dispatch or
+        `barrier()`.
         """
         with self._operation("prefetch"):
             self._check_plan(plan)
@@ -404,13 +426,17 @@ class Buffer(NotCopied):
         Args:
             plan: of this Buffer.
             async_finish: return an event, not None.
-            grads: `full_gate_grad` [E + B, ...] or `local_gate_grad` [L, ...], with `gate_reduce_buffer` [R, B, ...]
-                float32, symmetric; also up, down.
+            grads: `full_gate_grad` [E + B, ...], of which only the rows of own experts are used, or `local_gate_grad`
+                [L, ...], of any floating dtype; with `gate_reduce_buffer` [R, B, ...] float32, symmetric, of the same
+                trailing sizes. Also up, down.
 
         Raises:
             ValueError: a bad argument, or B < min(L, E - L): a redundant expert without a slot has no place for its
                 gradient.
             PeerError, PeerTimeout: another rank failed or did not come.
+
+        Visible when it returns: own experts' gradients are complete; this rank's used slots are zero. Two barriers, as
+        in `reduce`.
         """
         with self._operation("reduce"):
             self._check_plan(plan)
@@ -435,7 +461,14 @@ class Buffer(NotCopied):
         clear_gradients(reductions, plan, num_sms)
 
     def barrier(self) -> None:
-        """Wait for all ranks (on CUDA: the stream waits). What a rank wrote before is visible to all after it."""
+        """Wait for all ranks (on CUDA: the stream waits).
+
+        Raises:
+            ValueError: the Buffer is destroyed.
+            PeerError, PeerTimeout: another rank failed or did not come.
+
+        Visible when it returns: what any rank wrote to symmetric memory before it.
+        """
         with self._operation("barrier"):
             with self._backend.run(False, []):
                 self._backend.barrier.wait()
@@ -500,7 +533,16 @@ class Buffer(NotCopied):
         return Plan(backend.plan_layout, self.rank, self._id, arguments.align(packed), backend.status, key)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds, by region, and their sum `total`. Symmetric: peers can reach all of them."""
+        """Bytes that this rank holds, by region, and their sum. Symmetric: peers can reach all of them.
+
+        Returns:
+            `forward_rows`, `gradient_rows` [C, H], `forward_weights`, `gradient_weights` [C], `arrivals` [R, S, K],
+            `staging` of partial sums, `load` and `tokens` of planning, what else the backend has (such as `signals`),
+            and `total`.
+
+        Raises:
+            ValueError: the Buffer is destroyed.
+        """
         self._check_live("memory")
         regions = {name: region.nbytes for name, region in self._backend.layout.regions.items()}
         return {**regions, "total": sum(regions.values())}
@@ -509,6 +551,12 @@ class Buffer(NotCopied):
         """Give the memory back. Collective, bounded; does nothing the second time.
 
         After a failure it does not wait for anybody. Tensors that are views of the buffer stay valid.
+
+        Raises:
+            ValueError: on CUDA, expert ids or counts of an earlier dispatch were wrong.
+            PeerError, PeerTimeout: another rank failed or did not come. The Buffer is destroyed all the same.
+
+        Visible when it returns: what any rank wrote to symmetric memory before it, unless it followed a failure.
         """
         if self.destroyed:
             return
@@ -597,10 +645,7 @@ class Buffer(NotCopied):
                 f"pool: given E, B, ranks = {pool.E}, {pool.B}, {pool.R}, "
                 f"expected those of the Buffer: {self.dims.E}, {self.dims.B}, {self.dims.R}"
             )
-        if pool.destroyed:
-            raise ValueError("pool: given a destroyed ExpertPool, expected a live one")
-        if not isinstance(slot_set, int) or not 0 <= slot_set < pool.slot_sets:
-            raise ValueError(f"slot_set: given {slot_set!r}, expected 0 to {pool.slot_sets - 1}")
+        pool.check_slot_set(slot_set)
 
     def _check_view(self, name: str, tensor: Tensor | None, views: list[Tensor]) -> None:
         if tensor is None or all(tensor.data_ptr() != v.data_ptr() for v in views):

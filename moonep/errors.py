@@ -10,23 +10,43 @@ class PeerError(RuntimeError):
 
     Attributes:
         rank: the rank (within the EP group) that failed.
+        peer: the same.
         operation: the operation that this rank was in.
+        message: what the other rank did, without rank and operation.
     """
 
     def __init__(self, rank: int, operation: str, message: str):
         super().__init__(f"{operation}: rank {rank}: {message}")
-        self.rank, self.operation, self.message = rank, operation, message
+        self.rank = self.peer = rank
+        self.operation, self.message = operation, message
 
     def again(self) -> PeerError:
         """The same error to be raised again: without traceback, which would keep alive what it passed through."""
-        return type(self)(self.rank, self.operation, self.message)
+        kind, arguments = self.__reduce__()
+        return kind(*arguments)
 
     def __reduce__(self) -> tuple:
         return type(self), (self.rank, self.operation, self.message)
 
 
 class PeerTimeout(PeerError):
-    """Another rank did not arrive within the time limit: it is dead, stuck, or far behind."""
+    """Another rank did not arrive within the time limit: it is dead, stuck, or far behind.
+
+    Attributes:
+        rank, peer: the rank (within the EP group) that did not arrive.
+        operation, message: see `PeerError`.
+        waiting_rank: this rank, which waited for it; None: not known.
+        waited_s: seconds that it waited; None: not known.
+    """
+
+    def __init__(
+        self, rank: int, operation: str, message: str, waiting_rank: int | None = None, waited_s: float | None = None
+    ):
+        super().__init__(rank, operation, message)
+        self.waiting_rank, self.waited_s = waiting_rank, waited_s
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.rank, self.operation, self.message, self.waiting_rank, self.waited_s)
 
 
 class StaleSlotsError(RuntimeError):

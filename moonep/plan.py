@@ -186,7 +186,11 @@ class Plan:
 
     @property
     def compact_cu_seqlens(self) -> Tensor:
-        """[L + B] int32: `cu_seqlens` of own experts, then slots: the offsets of the compact weight view."""
+        """[L + B] int32: `cu_seqlens` of own experts, then slots: the offsets of the compact weight view.
+
+        Raises:
+            ValueError: B < min(L, E - L): rows of an expert without a slot would be missing.
+        """
         d = self.dims
         if d.spills:
             raise ValueError(

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moonep import backends
-from moonep.arguments import check_seconds, describe
+from moonep.arguments import describe
 from moonep.dims import MAX_RANKS, ROW_ALIGNMENT_BYTES, align_up
 from moonep.errors import NotCopied, StaleSlotsError
 from moonep.memory import Chunk, Memory
@@ -118,9 +118,14 @@ class ExpertPool(NotCopied):
         master: keep fp32 parameters in `.master`, whose `.grad` is `local_grad`; `sync()` after the optimizer's step
             copies them into the compute weights. In fp32 the compute weights themselves are the parameters.
         backend: as for `Buffer`.
-        timeout_s: seconds to wait for a peer.
+        timeout_s: seconds to wait for a peer, at most; a finite number above 0.
 
     Attributes:
+        E, B, L, R: experts in the group, slots of a rank, own experts of a rank, ranks.
+        rank, group: this rank within the process group, and the group (None: this process alone).
+        grads, slot_sets: as given.
+        projections: [Projection], in the order of `shapes`.
+        destroyed: whether `destroy()` was called.
         full, compact, local: {projection: tensor}: [E + B, ...], [L + B, ...], [L, ...] (see the module).
         compact_grad, local_grad: {projection: fp32 tensor}; empty without `grads`.
         full_grad: {projection: [E + B, ...] fp32}; rows of other homes alias private scratch: never read them. Mapped
@@ -130,7 +135,8 @@ class ExpertPool(NotCopied):
 
     Raises:
         ValueError: a bad argument, or one that differs between ranks.
-        PeerError, PeerTimeout: another rank refused its arguments or did not come.
+        PeerError: another rank refused its arguments.
+        PeerTimeout: another rank did not come. Also when its `group` was bad: it cannot tell its peers.
     """
 
     def __init__(
@@ -148,7 +154,6 @@ class ExpertPool(NotCopied):
         backend: str | None = None,
         timeout_s: float = 60.0,
     ):
-        check_seconds("timeout_s", timeout_s)
         peers = self._peers = Peers.of(group)
         self.group = peers.group
         self._timeout_s = timeout_s
@@ -163,7 +168,8 @@ class ExpertPool(NotCopied):
             self._memory = backends.open_memory(name)
             self._set_sizes(E, B, shapes, dtype, master)
             names = {p.name: [list(p.shape), str(p.dtype)] for p in self.projections}
-            same = {"E": E, "B": self.B, "shapes": names, "grads": grads, "slot_sets": slot_sets, "shared": shared}
+            flags = {"grads": bool(grads), "shared": bool(shared)}
+            same = {"E": E, "B": self.B, "shapes": names, "slot_sets": slot_sets, **flags}
             found.extend(peers.shared.get(self._slots_key(p, i, shared)) for p, i in self._all_slots())
             serials = [0 if slots is None else slots.serial for slots in found]
             return {**same, **backends.must_agree(name), "_slots": serials}
@@ -202,10 +208,15 @@ class ExpertPool(NotCopied):
             raise ValueError("master: given True with grads=False, expected grads=True: parameters need gradients")
         if not isinstance(self.slot_sets, int) or self.slot_sets < 1:
             raise ValueError(f"slot_sets: given {self.slot_sets!r}, expected an integer >= 1")
-        if not shapes:
-            raise ValueError("shapes: given none, expected at least one projection, such as {'up': (H, F)}")
+        if not isinstance(shapes, MappingOf) or not shapes:
+            given = "none" if isinstance(shapes, MappingOf) else describe(shapes)
+            raise ValueError(f"shapes: given {given}, expected at least one projection, such as {{'up': (H, F)}}")
+        if not isinstance(dtype, torch.dtype | MappingOf):
+            raise ValueError(f"dtype: given {describe(dtype)}, expected a torch.dtype or {{projection: torch.dtype}}")
         dtypes = {name: dtype for name in shapes} if isinstance(dtype, torch.dtype) else dict(dtype)
         for name, shape in shapes.items():
+            if not isinstance(name, str):
+                raise ValueError(f"shapes: given the name {describe(name)}, expected a string")
             if not isinstance(shape, (tuple, list)) or any(not isinstance(n, int) or n < 1 for n in shape):
                 raise ValueError(f"shapes[{name!r}]: given {shape!r}, expected a tuple of positive integers")
             if not isinstance(dtypes.get(name), torch.dtype):
@@ -324,20 +335,42 @@ class ExpertPool(NotCopied):
         """[R, B, ...] fp32: the gradients in all ranks' slots."""
         return self.reduce_buffer_of(0)
 
+    def check_slot_set(self, slot_set: int) -> int:
+        """A slot set that this pool has.
+
+        Raises:
+            ValueError: it has no such one, or is destroyed.
+        """
+        self._check_live()
+        if not isinstance(slot_set, int) or not 0 <= slot_set < self.slot_sets:
+            raise ValueError(f"slot_set: given {slot_set!r}, expected 0 to {self.slot_sets - 1}")
+        return slot_set
+
+    def _check_live(self) -> None:
+        if self.destroyed:
+            raise ValueError("pool: given a destroyed ExpertPool, expected a live one")
+
+    def _views_of(self, slot_set: int) -> dict[str, Views]:
+        return self._views[self.check_slot_set(slot_set)]
+
+    def _slots_of(self, slot_set: int) -> dict[str, Slots]:
+        return self._slots[self.check_slot_set(slot_set)]
+
     def full_of(self, slot_set: int) -> dict[str, Tensor]:
         """`full` with the slots of a set."""
-        return {name: v.full for name, v in self._views[slot_set].items()}
+        return {name: v.full for name, v in self._views_of(slot_set).items()}
 
     def compact_of(self, slot_set: int) -> dict[str, Tensor]:
         """`compact` with the slots of a set."""
-        return {name: v.compact for name, v in self._views[slot_set].items()}
+        return {name: v.compact for name, v in self._views_of(slot_set).items()}
 
     def compact_grad_of(self, slot_set: int) -> dict[str, Tensor]:
         """`compact_grad` with the slots of a set."""
-        return {name: v.compact_grad for name, v in self._views[slot_set].items() if v.compact_grad is not None}
+        return {name: v.compact_grad for name, v in self._views_of(slot_set).items() if v.compact_grad is not None}
 
     def full_grad_of(self, slot_set: int) -> dict[str, Tensor]:
         """`full_grad` with the slots of a set."""
+        self.check_slot_set(slot_set)
         if not self.grads:
             return {}
         if slot_set not in self._full_grads:
@@ -346,7 +379,7 @@ class ExpertPool(NotCopied):
 
     def reduce_buffer_of(self, slot_set: int) -> dict[str, Tensor]:
         """`reduce_buffer` of a slot set."""
-        buffers = {name: slots.reduce_buffer for name, slots in self._slots[slot_set].items()}
+        buffers = {name: slots.reduce_buffer for name, slots in self._slots_of(slot_set).items()}
         return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
     def fill_slots(
@@ -367,20 +400,27 @@ class ExpertPool(NotCopied):
             check_updates: also copy when peers may have changed their weights since.
             num_sms: multiprocessors that a kernel may use; None: all.
             projections: which ones; None: all.
+
+        Raises:
+            ValueError: the pool has no such slot set, or is destroyed.
+
+        Visible when it returns: this rank's slots, with weights as they were at the last dispatch or
+        `buffer.barrier()`. No barrier.
         """
-        names = self._slots[slot_set] if projections is None else projections
+        every = self._slots_of(slot_set)
+        names = every if projections is None else projections
         stale = [name for name in names if force or not self._holds(name, plan, slot_set, check_updates)]
         if stale:
             for name in stale:
-                self._slots[slot_set][name].holder = None
-            full = [self._views[slot_set][name].full for name in stale]
+                every[name].holder = None
+            full = [self._views_of(slot_set)[name].full for name in stale]
             move_weights([SlotWeights(f, f[self.E :]) for f in full], plan, num_sms)
             self.mark_filled(plan, slot_set, stale)
 
     def mark_filled(self, plan: Plan, slot_set: int, projections: Sequence[str]) -> None:
         """Note that the slots hold what `plan` wants."""
         capturing = _capturing(plan.experts_to_copy)
-        for slots in (self._slots[slot_set][name] for name in projections):
+        for slots in (self._slots_of(slot_set)[name] for name in projections):
             slots.holder = (self._id, plan.key, (self._peers.updates, capturing))
             slots.captured |= capturing
 
@@ -389,10 +429,10 @@ class ExpertPool(NotCopied):
 
         What was copied eagerly does not count in a graph, nor anything beside graphs: replays are not seen here.
         """
-        return all(self._holds(name, plan, slot_set, check_updates=True) for name in self._slots[slot_set])
+        return all(self._holds(name, plan, slot_set, check_updates=True) for name in self._slots_of(slot_set))
 
     def _holds(self, name: str, plan: Plan, slot_set: int, check_updates: bool) -> bool:
-        slots = self._slots[slot_set][name]
+        slots = self._slots_of(slot_set)[name]
         if slots.holder is None or slots.holder[:2] != (self._id, plan.key):
             return False
         if not check_updates:
@@ -405,10 +445,12 @@ class ExpertPool(NotCopied):
 
         Raises:
             StaleSlotsError: they hold another plan's or another pool's weights.
+            ValueError: the pool has no such slot set, or is destroyed.
         """
+        every = self._slots_of(slot_set)
         if not (plan.experts_to_copy[self.rank] >= 0).any():
             return
-        for name, slots in self._slots[slot_set].items():
+        for name, slots in every.items():
             if slots.holder is None or slots.holder[:2] != (self._id, plan.key):
                 raise StaleSlotsError(
                     f"{name}: the slots hold the weights of another plan or layer, expected those of this plan; "
@@ -422,19 +464,19 @@ class ExpertPool(NotCopied):
             StaleSlotsError: the slots hold gradients of another plan that were not reduced: they would be mixed up.
         """
         claim = (self._id, plan.key)
-        for name, slots in self._slots[slot_set].items():
+        for name, slots in self._slots_of(slot_set).items():
             if slots.gradients_of not in (None, claim):
                 raise StaleSlotsError(
                     f"{name}: the slots hold gradients of another plan or layer that were not reduced yet; call "
                     "buffer.reduce for it first (with frozen inputs: give functional.dispatch an anchor), or give "
                     "layers whose backward passes overlap different slot sets"
                 )
-        for slots in self._slots[slot_set].values():
+        for slots in self._slots_of(slot_set).values():
             slots.gradients_of = claim
 
     def release_gradients(self, slot_set: int) -> None:
         """The slots' gradients have been reduced. Called by `Buffer.reduce`."""
-        for slots in self._slots[slot_set].values():
+        for slots in self._slots_of(slot_set).values():
             slots.gradients_of = None
 
     def slot_reductions(self, slot_set: int) -> list[SlotReduction]:
@@ -445,17 +487,36 @@ class ExpertPool(NotCopied):
 
     @torch.no_grad()
     def load_local(self, tensors: MappingOf[str, Tensor]) -> None:
-        """Copy this rank's own experts in. A dispatch or `buffer.barrier()` must follow before a peer reads them.
+        """Copy this rank's own experts in.
+
+        Of this rank alone: peers do not know of it. When it refuses, they go on to the next collective call, and wait
+        there for this rank, until `PeerTimeout` if it does not come.
 
         Args:
-            tensors: {projection: [L, ...]}, any floating dtype for floating projections; some or all projections.
+            tensors: {projection: [L, ...]}, any floating dtype for floating projections, the projection's dtype for
+                others; on any device; some or all projections.
+
+        Raises:
+            ValueError: a bad argument, or the pool is destroyed; nothing has been written.
+
+        Visible when it returns: to this rank alone. To peers after the next dispatch or `buffer.barrier()`.
         """
-        shapes = {p.name: (self.L, *p.shape) for p in self.projections}
+        self._check_live()
+        if not isinstance(tensors, MappingOf):
+            raise ValueError(f"tensors: given {describe(tensors)}, expected {{projection: tensor}}")
+        wanted = {p.name: p for p in self.projections}
         for name, tensor in tensors.items():
-            if name not in shapes:
-                raise ValueError(f"tensors: given {name!r}, expected one of {', '.join(map(repr, shapes))}")
-            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shapes[name]:
-                raise ValueError(f"tensors[{name!r}]: given {describe(tensor)}, expected {list(shapes[name])}")
+            if name not in wanted:
+                raise ValueError(f"tensors: given {name!r}, expected one of {', '.join(map(repr, wanted))}")
+            shape, dtype = (self.L, *wanted[name].shape), wanted[name].dtype
+            floating = dtype.is_floating_point
+            if (
+                not isinstance(tensor, Tensor)
+                or tuple(tensor.shape) != shape
+                or (tensor.dtype != dtype and not (floating and tensor.dtype.is_floating_point))
+            ):
+                kind = "of a floating point dtype" if floating else str(dtype).removeprefix("torch.")
+                raise ValueError(f"tensors[{name!r}]: given {describe(tensor)}, expected {list(shape)} {kind}")
         for name, tensor in tensors.items():
             self.local[name].copy_(tensor)
             if name in self.master and self.master[name].data_ptr() != self.local[name].data_ptr():
@@ -466,7 +527,7 @@ class ExpertPool(NotCopied):
     def sync(self) -> None:
         """Make the compute weights equal to the master parameters: call it after the optimizer's step.
 
-        A dispatch or `buffer.barrier()` must follow before a peer reads them.
+        Visible when it returns: to this rank alone. To peers after the next dispatch or `buffer.barrier()`.
         """
         self._copy_masters()
         self._synced, self._stepped = self._versions(), False
@@ -483,7 +544,11 @@ class ExpertPool(NotCopied):
 
         Its autograd version tells, except after a fused optimizer; so any optimizer's step counts too. A graph cannot
         look: in one for training, compute weights are copied in each replay.
+
+        Raises:
+            ValueError: the pool is destroyed.
         """
+        self._check_live()
         updated = self._stepped or self._versions() != self._synced
         if _capturing(next(iter(self.local.values()))):
             if updated or training:
@@ -551,9 +616,12 @@ class ExpertPool(NotCopied):
         return fresh
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds: own weights and gradients, masters, slots and reduce buffers, and their sum.
+        """Bytes that this rank holds.
 
-        Slots and reduce buffers are counted in full although other pools may share them.
+        Returns:
+            `weights` and `gradients` of own experts, `masters` (where they are not the weights themselves), `slots`,
+            `reduce_buffers`, and their sum `total`. Slots and reduce buffers are counted in full although other pools
+            may share them.
         """
         weights = sum(self.L * p.stride for p in self.projections)
         reduce_chunks = [s.reduce_chunks[self.rank] for g in self._slots for s in g.values() if s.reduce_chunks]
@@ -567,7 +635,13 @@ class ExpertPool(NotCopied):
         return {**held, "total": sum(held.values())}
 
     def destroy(self) -> None:
-        """Give the memory back. Collective, bounded; does nothing the second time. Tensors in use stay valid."""
+        """Give the memory back. Collective, bounded; does nothing the second time. Tensors in use stay valid.
+
+        Raises:
+            PeerTimeout: another rank did not come. The pool is destroyed; its memory goes back with the last reference.
+
+        Visible when it returns: that all ranks have called it. Not what their streams still do.
+        """
         if self.destroyed:
             return
         self.destroyed = True

@@ -160,7 +160,7 @@ def weight_forms(
             _check_rows(f"{name}_prefetch_buffer", buffer, (d.R, d.B), device, like=local)
             assert local is not None and buffer is not None
             forms.append(SlotWeights(local, buffer, pushed=True))
-    _check_used(rest, forms, [f"full_{p}_weight" for p in PROJECTIONS])
+    _check_used("weights", rest, len(forms), "full_gate_weight, or local_gate_weight with gate_prefetch_buffer")
     return [f for f in forms if not f.pushed], [f for f in forms if f.pushed]
 
 
@@ -184,7 +184,7 @@ def gradient_forms(given: dict[str, Tensor], dims: Dims, rank: int, device: torc
         _check_rows(f"{name}_reduce_buffer", buffer, (d.R, d.B), device, like=own, dtype=torch.float32)
         assert buffer is not None
         forms.append(SlotReduction(own, buffer))
-    _check_used(rest, forms, [f"full_{p}_grad and {p}_reduce_buffer" for p in PROJECTIONS])
+    _check_used("grads", rest, len(forms), "full_gate_grad or local_gate_grad, with gate_reduce_buffer")
     return forms
 
 
@@ -212,8 +212,8 @@ def _check_rows(
         raise ValueError(f"{name}: given {describe(tensor)}, expected {expected}")
 
 
-def _check_used(rest: dict[str, Tensor], forms: list[SlotWeights] | list[SlotReduction], expected: list[str]) -> None:
-    if rest:
-        raise ValueError(f"{next(iter(rest))}: given, expected one of {', '.join(expected)}")
-    if not forms:
-        raise ValueError(f"weights: given nothing, expected at least one of {', '.join(expected)}")
+def _check_used(kind: str, rest: dict[str, Tensor], num_forms: int, expected: str) -> None:
+    for name, value in rest.items():
+        raise ValueError(f"{name}: given {describe(value)}, expected {expected} (also up, down)")
+    if not num_forms:
+        raise ValueError(f"{kind}: given nothing, expected {expected} (also up, down)")

@@ -128,7 +128,8 @@ class GpuBarrier:
             )
         operation = OPERATIONS[mine]
         if kind == barriers.TIMEOUT:
-            return PeerTimeout(peer, operation, f"did not arrive within {self.timeout_s:g} s; rank {self.rank} waited")
+            text = f"did not arrive within {self.timeout_s:g} s; rank {self.rank} waited"
+            return PeerTimeout(peer, operation, text, self.rank, self.timeout_s)
         if kind == barriers.OTHER_OPERATION:
             called = OPERATIONS[theirs] if theirs < len(OPERATIONS) else "something else"
             return PeerError(peer, operation, f"called {called} instead")

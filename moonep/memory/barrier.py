@@ -129,6 +129,8 @@ class Barrier:
                 r,
                 self.operation,
                 f"did not arrive within {self.timeout_s:g} s (process {process}; rank {self.rank} waited)",
+                self.rank,
+                waited,
             )
 
 

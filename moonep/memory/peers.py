@@ -20,11 +20,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from moonep.arguments import check_seconds, describe
 from moonep.errors import PeerError, PeerTimeout
 
 _MAX_DESCRIPTORS_PER_MESSAGE = 250
 _MAX_NOTE = 1024
 _NOTE_S = 0.5
+_DEFAULT_TIMEOUT_S = 60.0  # while a rank tells its peers that it was given a wrong one
 
 
 class Peers:
@@ -59,12 +61,19 @@ class Peers:
         Args:
             group: None: all ranks, or this process alone when there are none.
             alone: None means this process alone in any case.
+
+        Raises:
+            ValueError: no process group, or one without this rank. Who its peers are is not known, so none is told.
         """
         if group is None and dist.is_available() and dist.is_initialized() and not alone:
             group = dist.group.WORLD
         if group is None:
             return _alone
-        if dist.get_rank(group) < 0:
+        try:
+            rank = dist.get_rank(group)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"group: given {describe(group)}, expected None or a live process group") from error
+        if rank < 0:
             raise ValueError("group: given a process group without this rank, expected one that contains it")
         if group not in _by_group:
             _by_group[group] = Peers(group)
@@ -95,7 +104,7 @@ class Peers:
             try:
                 store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
-                raise PeerTimeout(r, operation, f"did not arrive within {timeout_s:g} s") from error
+                raise self._timeout(r, operation, "did not arrive", timeout_s) from error
             gathered.append(store.get(key))
         if store.add(f"{prefix}/read", 1) == self.size:
             for name in [*range(self.size), "read"]:
@@ -106,6 +115,8 @@ class Peers:
         """Run `check` on every rank and compare what it returns; fail on every rank when it fails on one.
 
         Args:
+            operation: what is agreed on, for messages.
+            timeout_s: seconds to wait; checked as `check` is.
             check: validates this rank's arguments; returns what must be equal on all ranks. Keys starting with "_"
                 are exchanged but may differ.
 
@@ -117,16 +128,15 @@ class Peers:
             PeerError: `check` raised on another rank.
             PeerTimeout: a rank did not call within the limit.
         """
-        mine: dict[str, Any] = {}
-        problem: Exception | None = None
+        wait_s, problem = _DEFAULT_TIMEOUT_S, None
         try:
-            mine = check()
+            check_seconds("timeout_s", timeout_s)
+            wait_s = timeout_s
+            message = json.dumps({"values": check(), "error": None})
         except Exception as error:
             problem = error
-        message = {"values": mine, "error": None if problem is None else str(problem)}
-        replies = [
-            json.loads(r) for r in self.all_gather(json.dumps(message).encode(), operation, timeout_s, "arguments")
-        ]
+            message = json.dumps({"values": {}, "error": str(error)})
+        replies = [json.loads(r) for r in self.all_gather(message.encode(), operation, wait_s, "arguments")]
         if problem is not None:
             raise problem
         for r, reply in enumerate(replies):
@@ -159,6 +169,10 @@ class Peers:
 
     def _note_key(self, subject: str, rank: int) -> str:
         return f"moonep/{self.name}/{subject}/{rank}"
+
+    def _timeout(self, peer: int, operation: str, what: str, waited_s: float) -> PeerTimeout:
+        text = f"{what} within {waited_s:g} s; rank {self.rank} waited"
+        return PeerTimeout(peer, operation, text, self.rank, waited_s)
 
     def exchange_descriptors(self, descriptors: list[int], operation: str, timeout_s: float) -> list[list[int]]:
         """Every rank's file descriptors, valid here, in rank order. The caller closes them; its own are duplicates.
@@ -201,7 +215,7 @@ class Peers:
                         _receive(connection, len(descriptors), received)
                 except TimeoutError as error:
                     missing = next(r for r in range(self.size) if len(received.get(r, [])) < len(descriptors))
-                    raise PeerTimeout(missing, operation, f"sent no memory within {timeout_s:g} s") from error
+                    raise self._timeout(missing, operation, "sent no memory", timeout_s) from error
             for r, fds in received.items():
                 if len(fds) < len(descriptors):
                     raise PeerError(r, operation, "ended before it had sent its memory")
