@@ -267,7 +267,7 @@ BAD: dict[str, Bad] = {
     ),
     # bare gradients
     "unknown gradient": _reduce("full_side_grad", "given", "full_gate_grad", full_side_grad=_full),
-    "no gradient": _reduce("weights", "nothing", "full_gate_grad"),
+    "no gradient": _reduce("grads", "nothing", "full_gate_grad"),
     "gradient without buffer": _reduce("up_reduce_buffer", "None", "[3, 2, 3, 4] float32", local_up_grad=_local_grad),
     "buffer without gradient": _reduce("local_up_grad", "None", "[2, ...]", up_reduce_buffer=_symmetric),
     "reduce buffer dtype": _reduce(
