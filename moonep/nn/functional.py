@@ -13,13 +13,16 @@ Under `torch.compile` both run eagerly, and so does `experts`: graphs end and be
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moonep.arguments import check_tensor, describe
 from moonep.buffer import Buffer
+from moonep.nn.checks import check_live_pool, check_or_refuse, check_tokens, check_type
 from moonep.nn.graphs import outside_graphs
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
@@ -54,12 +57,18 @@ def load(pool: ExpertPool, weights: Mapping[str, Tensor]) -> Tensor:
     Moves: forward reads the weights and writes them in the pool's dtype; backward reads `local_grad` (4 bytes a value),
     writes it in the weights' dtype, and zeroes it.
     """
+    check_live_pool(pool)
+    check_type("weights", weights, Mapping, "{projection: tensor}")
     if pool.master or not pool.grads:
         given = "master=True" if pool.master else "grads=False"
         raise ValueError(f"pool: given one with {given}, expected one with grads=True and master=False")
     names = [p.name for p in pool.projections]
     if sorted(weights) != sorted(names):
         raise ValueError(f"weights: given {sorted(weights)}, expected all of {names}")
+    for name, weight in weights.items():
+        shape = list(pool.local[name].shape)
+        if not isinstance(weight, Tensor) or not weight.is_floating_point() or list(weight.shape) != shape:
+            raise ValueError(f"weights[{name!r}]: given {describe(weight)}, expected {shape} of a floating dtype")
     # The anchor keeps backward coming when all weights are frozen: what was added to `local_grad` must not stay.
     return _Load.apply(pool, make_anchor(pool.local[names[0]].device), *(weights[name] for name in names))
 
@@ -104,6 +113,10 @@ def dispatch(
     Returns:
         Rows past the plan's last offset are undefined.
     """
+    check_type("buffer", buffer, Buffer, "a Buffer")
+    check_or_refuse(
+        buffer, "dispatch", _check_dispatch, buffer, hidden, route_weights, topk_experts, pool, anchor, slot_set
+    )
     args = (buffer, pool, slot_set, zero_copy, hidden.contiguous(), route_weights.contiguous(), topk_experts, anchor)
     return Dispatched(*_Dispatch.apply(*args))
 
@@ -122,7 +135,31 @@ def combine(buffer: Buffer, plan: Plan, hidden: Tensor, pool: ExpertPool | None 
     Returns:
         [s, H] payload dtype.
     """
+    check_type("buffer", buffer, Buffer, "a Buffer")
+    check_or_refuse(buffer, "combine", _check_combine, buffer, hidden, pool, slot_set)
     return _Combine.apply(buffer, pool, slot_set, plan, hidden.contiguous())
+
+
+def _check_dispatch(
+    buffer: Buffer,
+    hidden: object,
+    route_weights: object,
+    topk_experts: object,
+    pool: ExpertPool | None,
+    anchor: object,
+    slot_set: int,
+) -> None:
+    check_tokens(buffer, hidden, route_weights, topk_experts)
+    check_type("anchor", anchor, Tensor | NoneType, "None or a tensor")
+    if pool is not None:
+        buffer._check_pool(pool, slot_set)
+
+
+def _check_combine(buffer: Buffer, hidden: object, pool: ExpertPool | None, slot_set: int) -> None:
+    d, device = buffer.dims, buffer._backend.device
+    check_tensor("hidden", hidden, (d.C, d.H), (buffer.dtype,), device, contiguous=False)
+    if pool is not None:
+        buffer._check_pool(pool, slot_set)
 
 
 class _Load(torch.autograd.Function):

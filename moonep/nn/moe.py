@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from moonep.buffer import Buffer
 from moonep.errors import NotCopied
 from moonep.memory.peers import Peers
+from moonep.nn.agreement import agree_on_buffer
 from moonep.nn.beside import start
-from moonep.nn.layer import SAVE
 from moonep.nn.routed import RoutedExperts
 from moonep.nn.router import Router
 from moonep.nn.training import exclude_experts_from_ddp
@@ -91,16 +91,15 @@ class MoE(NotCopied, nn.Module):
         seed: int = 0,
     ):
         super().__init__()
-        if save not in SAVE:
-            raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, SAVE))}")
         peers = Peers.of(group)
+        given: dict[str, Any] = {"hidden": hidden, "ffn": ffn}
+        given |= {"num_experts": num_experts, "top_k": top_k, "max_tokens": max_tokens}
+        given |= {"dtype": dtype, "router": router, "normalize_topk": normalize_topk, "route_scale": route_scale}
+        given |= {"shared_ffn": shared_ffn, "save": save, "B": B, "token_padding": token_padding, "balance": balance}
+        given |= {"slot_set": slot_set, "slot_sets": slot_sets, "backend": backend, "seed": seed}
+        self.buffer = buffer = agree_on_buffer(peers, buffer, timeout_s, given)
         self.save, self.slot_set = save, slot_set
         self.router = Router(hidden, num_experts, top_k, score=router, normalize=normalize_topk, scale=route_scale)
-        if buffer is None:
-            settings = {"token_padding": token_padding, "B": B, "dtype": dtype, "balance": balance}
-            settings |= {"backend": backend, "timeout_s": timeout_s}
-            buffer = shared_buffer(peers, max_tokens, hidden, top_k, num_experts, settings)
-        self.buffer = buffer
         self.pool = ExpertPool(
             {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)},
             E=num_experts,
@@ -150,10 +149,13 @@ class MoE(NotCopied, nn.Module):
             for name, parameter in self.pool.master.items():
                 if self.experts[name] is not parameter:
                     return self.routed.refuse(f"experts.{name}", self.experts[name], _OWN_PARAMETERS)
-        H = self.buffer.dims.H
-        if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] != H:
-            return self.routed.refuse("x", x, f"[..., {H}] of a floating dtype")
+        H, S, device = self.buffer.dims.H, self.buffer.dims.S, self.load.device
+        tensor = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
+        if not tensor or x.shape[-1] != H or x.device.type != device.type:
+            return self.routed.refuse("x", x, f"[..., {H}] of a floating dtype on {device}")
         tokens = x.reshape(-1, H)
+        if not torch.compiler.is_compiling() and len(tokens) > S:
+            return self.routed.refuse("x", x, f"at most max_tokens = {S} tokens")
         ids, weights, self.aux_loss = self.router(tokens)
         shared = None if self.shared is None else start(self.shared, tokens, beside=self.routed.overlap)
         payload = tokens.to(self.buffer.dtype)
@@ -200,18 +202,3 @@ class SharedExpert(nn.Module):
         """[s, H] -> [s, H], computed in the parameters' dtype, returned in x's."""
         h = x.to(self.gate.weight.dtype)
         return self.down(nn.functional.silu(self.gate(h)) * self.up(h)).to(x.dtype)
-
-
-def shared_buffer(peers: Peers, S: int, H: int, K: int, E: int, settings: dict[str, Any]) -> Buffer:
-    """The Buffer that layers of these sizes share in a group; made when there is none. Collective."""
-    key = ("buffer", S, H, K, E, *settings.items())
-
-    def held() -> dict[str, Any]:
-        buffer = peers.shared.get(key)
-        return {"_serial": 0 if buffer is None or not buffer.usable else buffer.serial}
-
-    buffer = peers.shared.get(key)  # held here, so that it does not go away between asking and using it
-    serials = {reply["_serial"] for reply in peers.agree("MoE", settings["timeout_s"], held)}
-    if buffer is None or len(serials) > 1 or serials == {0}:
-        peers.shared[key] = buffer = Buffer(S, H, K, E, peers.size, group=peers.group, **settings)
-    return buffer

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from moonep.nn.checks import check_number, check_type
 from moonep.pool import ExpertPool
 
 
 def expert_parameters(model: nn.Module) -> dict[nn.Parameter, ExpertPool]:
     """This rank's own experts in a model, with their pools: masters of every pool that is an attribute of a module."""
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     pools = [value for module in model.modules() for value in vars(module).values() if isinstance(value, ExpertPool)]
     return {parameter: pool for pool in pools for parameter in pool.master.values()}
 
@@ -54,7 +56,12 @@ def sum_expert_grads(model: nn.Module, group: dist.ProcessGroup, divide_by: floa
 
     Moves: an all-reduce of `L` experts in fp32, a projection at a time.
     """
-    for pool in dict.fromkeys(expert_parameters(model).values()):
+    pools = dict.fromkeys(expert_parameters(model).values())
+    check_type("group", group, dist.ProcessGroup, "a process group")
+    check_number("divide_by", divide_by)
+    if divide_by == 0:
+        raise ValueError("divide_by: given 0, expected another number")
+    for pool in pools:
         pool.ready_gradients()
         for name, grad in pool.local_grad.items():
             if pool.trains(name):
@@ -76,6 +83,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         [] fp32, the norm before, equal on all ranks.
     """
     pools = expert_parameters(model)
+    check_number("max_norm", max_norm, least=0)
     replicated = [p.grad for p in model.parameters() if p.grad is not None and p not in pools]
     squares = _whole(nn.utils.get_total_norm(replicated)).float().square()
     for group in {pool.group: None for pool in pools.values()}:
@@ -127,6 +135,7 @@ def sharded_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[
             weights[names[expert]] = _over_all_ranks(expert.detach(), pool)
     if optimizer is None:
         return {"model": weights}
+    check_type("optimizer", optimizer, Optimizer, "None or a torch.optim.Optimizer")
     _make_missing_state(optimizer)
     states: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
