@@ -604,7 +604,7 @@ def test_exported_names_are_these():
 def test_a_layer_does_not_depend_on_the_default_dtype(dtype):
     torch.set_default_dtype(dtype)
     try:
-        layer = MoE(8, 16, 4, 2, max_tokens=4, dtype=torch.float32, token_padding=8, backend="cpu")
+        layer = MoE(8, 16, 4, 2, max_tokens=4, shared_ffn=8, dtype=torch.float32, token_padding=8, backend="cpu")
         assert {p.dtype for p in layer.parameters()} == {torch.float32}
         assert layer(torch.ones(4, 8, dtype=torch.float32)).dtype == torch.float32
     finally:

@@ -35,7 +35,11 @@ def experts(pool: ExpertPool, plan: Plan, hidden: Tensor, route_weights: Tensor,
         [C, H]; rows past the plan's last offset are undefined.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: a bad argument, on this rank alone: peers wait for it in the combine.
+        StaleSlotsError: in backward: the slots hold gradients of another plan that were not reduced.
+
+    Visible when it returns: to this rank alone. When backward returns, the pool's `compact_grad` has this plan's
+    gradients; those of redundant experts go home with `Buffer.reduce`, which the backward of `dispatch` calls.
     """
     check_type("plan", plan, Plan, "the Plan that dispatch returned")
     check_pool(pool, plan.dims)

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moonep.arguments import check_tensor, describe
@@ -29,7 +29,7 @@ from moonep.pool import ExpertPool
 
 
 class Dispatched(NamedTuple):
-    """Rows for the experts of this rank: hidden [C, H], route weights [C] fp32, and the plan."""
+    """Rows for the experts of this rank: hidden [C, H] payload dtype, route weights [C] fp32, and the plan."""
 
     hidden: Tensor
     route_weights: Tensor
@@ -37,7 +37,7 @@ class Dispatched(NamedTuple):
 
 
 @outside_graphs
-def load(pool: ExpertPool, weights: Mapping[str, Tensor]) -> Tensor:
+def load(pool: ExpertPool, weights: Mapping[str, Tensor] | nn.ParameterDict) -> Tensor:
     """Use a framework's own weights: `pool.load_local` in forward, and the pool's gradients for them in backward.
 
         weights = {name: w.full_tensor(grad_placements=[Partial()]) for name, w in sharded.items()}  # DTensors
@@ -52,13 +52,16 @@ def load(pool: ExpertPool, weights: Mapping[str, Tensor]) -> Tensor:
         [0]: the `anchor` of `dispatch` or `RoutedExperts`. Their backward comes before this one's.
 
     Raises:
-        ValueError: a projection is missing or has another shape; the pool has no gradients, or masters.
+        ValueError: a projection is missing or has another shape; the pool has no gradients, or masters. It is raised on
+            this rank alone: peers wait for it in the dispatch.
+
+    Visible when it returns: to this rank, the weights; to its peers, after the dispatch that follows.
 
     Moves: forward reads the weights and writes them in the pool's dtype; backward reads `local_grad` (4 bytes a value),
     writes it in the weights' dtype, and zeroes it.
     """
     check_live_pool(pool)
-    check_type("weights", weights, Mapping, "{projection: tensor}")
+    check_type("weights", weights, Mapping | nn.ParameterDict, "{projection: tensor}")
     if pool.master or not pool.grads:
         given = "master=True" if pool.master else "grads=False"
         raise ValueError(f"pool: given one with {given}, expected one with grads=True and master=False")
@@ -101,7 +104,7 @@ def dispatch(
         buffer: of this layer shape.
         hidden: [s, H] payload dtype.
         route_weights: [s, K] fp32.
-        topk_experts: [s, K] int32 or int64; -1 = no assignment.
+        topk_experts: [s, K] int32 or int64, contiguous; -1 = no assignment.
         pool: whose slot gradients are reduced home at the end of backward; None: not at all.
         anchor: any tensor that requires grad, such as an expert parameter. Backward runs only when an input requires
             grad: with frozen inputs and router the gradients of redundant experts would never go home. It gets none.
@@ -111,7 +114,15 @@ def dispatch(
             saves it for backward and uses it after that gets an error.
 
     Returns:
-        Rows past the plan's last offset are undefined.
+        hidden [C, H] payload dtype, route weights [C] fp32, plan. Rows past the plan's last offset are undefined.
+
+    Raises:
+        ValueError: a bad argument; nothing has been sent. Peers raise PeerError.
+        PeerError, PeerTimeout: another rank failed or did not come; in backward, too.
+
+    Visible when it returns: all rows that this rank computes. When backward returns, `pool.local_grad` is complete.
+
+    Moves: see `Buffer.dispatch`; backward is a combine and, with a pool, a reduction.
     """
     check_type("buffer", buffer, Buffer, "a Buffer")
     check_or_refuse(
@@ -134,6 +145,15 @@ def combine(buffer: Buffer, plan: Plan, hidden: Tensor, pool: ExpertPool | None 
 
     Returns:
         [s, H] payload dtype.
+
+    Raises:
+        ValueError: a bad argument. Peers raise PeerError.
+        PeerError, PeerTimeout: another rank failed or did not come; in backward, too.
+
+    Visible when it returns: the sums of this rank's tokens. When backward returns, gradients of all rows that this rank
+    computed are there, and with a pool its slots have this plan's weights.
+
+    Moves: see `Buffer.combine`; backward is a dispatch with the plan and, with a pool, a prefetch.
     """
     check_type("buffer", buffer, Buffer, "a Buffer")
     check_or_refuse(buffer, "combine", _check_combine, buffer, hidden, pool, slot_set)

@@ -38,7 +38,8 @@ class MoE(NotCopied, nn.Module):
         num_experts, top_k: E and K.
         group: process group; None: all ranks, or this process alone.
         max_tokens: S, the most tokens that a rank brings in one forward.
-        buffer: use this Buffer; None: layers with equal sizes in a group share one.
+        buffer: use this Buffer, of these sizes (`B`, `token_padding`, `balance` and `backend` may then be left out);
+            None: layers with equal sizes in a group share one.
         dtype: of rows and compute weights. Parameters are fp32.
         router: "softmax" or "sigmoid" scores.
         normalize_topk, route_scale: see `Router`.
@@ -52,14 +53,29 @@ class MoE(NotCopied, nn.Module):
         slot_set, slot_sets: which of how many slot sets this layer uses.
         seed: of the initial weights: equal for any number of ranks.
 
+    All but `overlap`, `backend` and `timeout_s` must be equal on all ranks.
+
     Attributes:
         router: `Router`; replicated.
+        shared: the shared expert, an nn.Module with fp32 weights gate [F', H], up [F', H], down [H, F'] (F' =
+            `shared_ffn`); None: there is none. Replicated.
+        buffer: the `Buffer` that it uses, which other layers may share: `destroy()` ends it for all of them.
+        pool: the `ExpertPool` that its experts live in: compute weights [L, ...] `dtype` in `pool.local`.
+        routed: the `RoutedExperts` between router and output.
         experts: nn.ParameterDict gate [L, H, F], up [L, H, F], down [L, F, H]: fp32 parameters of this rank's own
             experts. Gradients are sums over the tokens of all ranks after backward: do not reduce them over the group.
             DistributedDataParallel must leave them out: see `exclude_experts_from_ddp`.
         plan: the last forward's plan: `moe.plan.stats()`.
         aux_loss: [] the last forward's auxiliary loss, to be added to the loss with a coefficient.
         load: [E] int64, assignments of all ranks since `update_bias`.
+
+    Raises:
+        ValueError: a bad argument, one that differs between ranks, or a Buffer of other sizes.
+        PeerError: another rank refused its arguments.
+        PeerTimeout: another rank did not come.
+
+    Visible when it returns: all ranks have made the layer; initial weights of experts reach peers with its first
+    forward.
     """
 
     load: Tensor
@@ -124,7 +140,13 @@ class MoE(NotCopied, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Normal weights of variance 1 / fan-in (router: 0.02 standard deviation), the same for any number of ranks."""
+        """Normal weights of variance 1 / fan-in (router: 0.02 standard deviation), the same for any number of ranks.
+
+        Args:
+            seed: an integer of 64 bits, equal on all ranks.
+
+        Visible when it returns: to this rank; peers see them in the next forward.
+        """
         generator = torch.Generator().manual_seed(seed)
         self.router.weight.copy_(torch.empty(self.router.weight.shape).normal_(0, 0.02, generator=generator))
         for parameter in self.experts.values():
@@ -140,10 +162,20 @@ class MoE(NotCopied, nn.Module):
         self.pool.sync()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., H] any floating dtype, at most S tokens, their number may differ by rank -> [..., H] in x's dtype.
+        """Send tokens through router and experts. Collective, like its backward.
+
+        Args:
+            x: [..., H] any floating dtype, at most S tokens; their number may differ by rank and be 0.
+
+        Returns:
+            [..., H] in x's dtype.
 
         Raises:
             ValueError: a bad x, or `experts` are no longer the pool's parameters. Peers raise PeerError.
+            PeerError, PeerTimeout: another rank failed or did not come; in backward, too.
+
+        Visible when it returns: the output of this rank's tokens, `plan`, `aux_loss` and, in training, `load`. When
+        backward returns, `experts[...].grad` are complete.
         """
         if not torch.compiler.is_compiling():
             for name, parameter in self.pool.master.items():
@@ -181,10 +213,17 @@ class MoE(NotCopied, nn.Module):
 
     @property
     def plan(self) -> Plan | None:
+        """The last forward's plan, on this rank; None before the first."""
         return self.routed.plan
 
     def update_bias(self, rate: float = 1e-3) -> None:
-        """Move the router's bias towards equal loads, by what all ranks routed since the last call."""
+        """Move the router's bias towards equal loads, by what all ranks routed since the last call; `load` is then 0.
+
+        Every rank calls it and comes to the same bias; nothing is sent.
+
+        Args:
+            rate: how far an expert's bias moves.
+        """
         self.router.update_bias(self.load, rate)
         self.load.zero_()
 
@@ -194,9 +233,9 @@ class SharedExpert(nn.Module):
 
     def __init__(self, hidden: int, ffn: int):
         super().__init__()
-        self.gate = nn.Linear(hidden, ffn, bias=False)
-        self.up = nn.Linear(hidden, ffn, bias=False)
-        self.down = nn.Linear(ffn, hidden, bias=False)
+        self.gate = nn.Linear(hidden, ffn, bias=False, dtype=torch.float)
+        self.up = nn.Linear(hidden, ffn, bias=False, dtype=torch.float)
+        self.down = nn.Linear(ffn, hidden, bias=False, dtype=torch.float)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, H] -> [s, H], computed in the parameters' dtype, returned in x's."""

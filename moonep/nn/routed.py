@@ -44,10 +44,12 @@ class RoutedExperts(NotCopied):
             gradient of the rows is made; False: one after the other. Results are equal, bit for bit.
 
     Attributes:
+        buffer, pool, overlap: as given.
         plan: of the last call; None before the first.
 
     Raises:
-        ValueError: the pool does not go with the Buffer, or cannot hold gradients of all redundant experts.
+        ValueError: the pool does not go with the Buffer, or cannot hold gradients of all redundant experts. Peers raise
+            PeerError in their next call.
     """
 
     def __init__(self, buffer: Buffer, pool: ExpertPool, *, overlap: bool = True):
@@ -75,17 +77,21 @@ class RoutedExperts(NotCopied):
         Args:
             hidden: [s, H] payload dtype, s <= S; s may differ by rank and be 0.
             route_weights: [s, K] fp32.
-            topk_experts: [s, K] int32 or int64; -1 = no assignment.
+            topk_experts: [s, K] int32 or int64, contiguous; -1 = no assignment.
             slot_set: which of the pool's slots.
             save: what backward needs: "rows" keeps the rows that arrived and the activations; "inputs" keeps the rows,
                 and computes activations again; "tokens" keeps only the tokens, and dispatches them again, too.
             anchor: with a framework's own weights: what `functional.load` returned.
 
         Returns:
-            The sum over a token's experts of route weight times expert, and the load.
+            output [s, H] payload dtype, the sum over a token's experts of route weight times expert; load [R, E] int32.
 
         Raises:
             ValueError: a bad argument, or DistributedDataParallel around it manages the experts; peers raise PeerError.
+            PeerError, PeerTimeout: another rank failed or did not come; in backward, too.
+
+        Visible when it returns: the output of this rank's tokens, and `plan`. When backward returns, the pool's
+        `local_grad` are complete.
         """
         if not torch.compiler.is_compiling():
             check_or_refuse(
@@ -160,6 +166,7 @@ class RoutedExperts(NotCopied):
 
     @property
     def plan(self) -> Plan | None:
+        """Of the last call, on this rank; None before the first."""
         if isinstance(self._plan, list):
             _, packed, key = self._plan
             self._plan = self.buffer.plan_of(packed, int(key))

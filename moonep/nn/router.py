@@ -22,7 +22,7 @@ def check_choices(hidden: int, num_experts: int, top_k: int) -> None:
 
 
 class Routing(NamedTuple):
-    """Router output: expert ids [s, K] int64, route weights [s, K] fp32, auxiliary loss [] fp32."""
+    """Router output for a rank's tokens: expert ids [s, K] int64, route weights [s, K] fp32, auxiliary loss [] fp32."""
 
     topk_experts: Tensor
     route_weights: Tensor
