@@ -44,10 +44,10 @@ def agree_on_buffer(peers: Peers, buffer: Buffer | None, timeout_s: float, given
     def check() -> dict[str, Any]:
         check_seconds("timeout_s", timeout_s)
         same = _check(peers, buffer, **given)
-        found.append(peers.shared.get(key))
-        usable = found[0] is not None and found[0].usable
+        shared = peers.shared.get(key)
+        found.append(shared if shared is not None and shared.usable else None)
         named = None if buffer is None else f"Buffer {buffer.serial}"
-        return {"buffer": named, **same, "_serial": found[0].serial if found[0] is not None and usable else 0}
+        return {"buffer": named, **same, "_serial": 0 if found[0] is None else found[0].serial}
 
     limit_s = _LIMIT_S
     with suppress(ValueError):
@@ -57,7 +57,7 @@ def agree_on_buffer(peers: Peers, buffer: Buffer | None, timeout_s: float, given
     if buffer is not None:
         return buffer
     shared = found[0]
-    if shared is None or len(serials) > 1 or serials == {0}:
+    if shared is None or len(serials) > 1:
         S, H, K, E = (given[name] for name in sizes)
         shared = Buffer(S, H, K, E, peers.size, group=peers.group, timeout_s=timeout_s, **settings)
         peers.shared[key] = shared
