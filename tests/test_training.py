@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from moonep.nn import MoE, clip_grad_norm_, expert_parameters, sharded_state
+from moonep.nn import (
+    MoE,
+    clip_grad_norm_,
+    exclude_experts_from_ddp,
+    expert_parameters,
+    sharded_state,
+    sum_expert_grads,
+)
 
 E, H, F, K, S = 8, 16, 24, 2, 16
 
@@ -162,3 +170,25 @@ def test_a_model_works_without_a_process_group(tmp_path):
     assert clip_grad_norm_(model, 1.0) > 0
     assert sharded_state(model, optimizer)["model"]["moe.experts.up"].shape == (E, H, F)
     assert "optimizer" not in sharded_state(model)
+
+
+def test_what_is_no_model_optimizer_group_or_number_is_refused():
+    model: Any = nn.Linear(2, 2)
+    group: Any = None
+    for call in (
+        expert_parameters,
+        sharded_state,
+        exclude_experts_from_ddp,
+        lambda none: clip_grad_norm_(none, 1.0),
+        lambda none: sum_expert_grads(none, group),
+    ):
+        with pytest.raises(ValueError, match=r"model: given NoneType, expected a torch.nn.Module"):
+            call(group)
+    with pytest.raises(ValueError, match=r"optimizer: given str, expected None or a torch.optim.Optimizer"):
+        sharded_state(model, "adam")  # type: ignore[arg-type]
+    for max_norm in (None, "1", -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"max_norm: given .*, expected a number >= 0"):
+            clip_grad_norm_(model, max_norm)  # type: ignore[arg-type]
+    assert clip_grad_norm_(model, float("inf")) == 0
+    with pytest.raises(ValueError, match="group: given NoneType, expected a process group"):
+        sum_expert_grads(model, group)

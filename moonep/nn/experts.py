@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from moonep.arguments import check_tensor
 from moonep.dims import Dims
 from moonep.nn import grouped
+from moonep.nn.checks import check_live_pool, check_slot_set, check_type
 from moonep.nn.graphs import outside_graphs
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
@@ -34,9 +35,15 @@ def experts(pool: ExpertPool, plan: Plan, hidden: Tensor, route_weights: Tensor,
         [C, H]; rows past the plan's last offset are undefined.
 
     Raises:
-        ValueError: a bad argument.
+        ValueError: a bad argument, on this rank alone: peers wait for it in the combine.
+        StaleSlotsError: in backward: the slots hold gradients of another plan that were not reduced.
+
+    Visible when it returns: to this rank alone. When backward returns, the pool's `compact_grad` has this plan's
+    gradients; those of redundant experts go home with `Buffer.reduce`, which the backward of `dispatch` calls.
     """
+    check_type("plan", plan, Plan, "the Plan that dispatch returned")
     check_pool(pool, plan.dims)
+    check_slot_set(slot_set, pool.slot_sets)
     C, weight = plan.dims.C, pool.local["gate"]
     check_tensor("hidden", hidden, (C, weight.shape[1]), (weight.dtype,), weight.device, contiguous=False)
     check_tensor("route_weights", route_weights, (C,), (torch.float32,), weight.device, contiguous=False)
@@ -44,7 +51,8 @@ def experts(pool: ExpertPool, plan: Plan, hidden: Tensor, route_weights: Tensor,
 
 
 def check_pool(pool: ExpertPool, dims: Dims) -> None:
-    """Raise a ValueError unless the pool has these sizes, the projections of `experts`, and room for all gradients."""
+    """Raise a ValueError unless a live pool has these sizes, the projections of `experts`, and room for gradients."""
+    check_live_pool(pool)
     if (pool.E, pool.B, pool.R) != (dims.E, dims.B, dims.R):
         raise ValueError(
             f"pool: given E, B, ranks = {pool.E}, {pool.B}, {pool.R}, "

@@ -13,20 +13,23 @@ Under `torch.compile` both run eagerly, and so does `experts`: graphs end and be
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moonep.arguments import check_tensor, describe
 from moonep.buffer import Buffer
+from moonep.nn.checks import check_live_pool, check_or_refuse, check_tokens, check_type
 from moonep.nn.graphs import outside_graphs
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
 
 
 class Dispatched(NamedTuple):
-    """Rows for the experts of this rank: hidden [C, H], route weights [C] fp32, and the plan."""
+    """Rows for the experts of this rank: hidden [C, H] payload dtype, route weights [C] fp32, and the plan."""
 
     hidden: Tensor
     route_weights: Tensor
@@ -34,7 +37,7 @@ class Dispatched(NamedTuple):
 
 
 @outside_graphs
-def load(pool: ExpertPool, weights: Mapping[str, Tensor]) -> Tensor:
+def load(pool: ExpertPool, weights: Mapping[str, Tensor] | nn.ParameterDict) -> Tensor:
     """Use a framework's own weights: `pool.load_local` in forward, and the pool's gradients for them in backward.
 
         weights = {name: w.full_tensor(grad_placements=[Partial()]) for name, w in sharded.items()}  # DTensors
@@ -49,17 +52,26 @@ def load(pool: ExpertPool, weights: Mapping[str, Tensor]) -> Tensor:
         [0]: the `anchor` of `dispatch` or `RoutedExperts`. Their backward comes before this one's.
 
     Raises:
-        ValueError: a projection is missing or has another shape; the pool has no gradients, or masters.
+        ValueError: a projection is missing or has another shape; the pool has no gradients, or masters. It is raised on
+            this rank alone: peers wait for it in the dispatch.
+
+    Visible when it returns: to this rank, the weights; to its peers, after the dispatch that follows.
 
     Moves: forward reads the weights and writes them in the pool's dtype; backward reads `local_grad` (4 bytes a value),
     writes it in the weights' dtype, and zeroes it.
     """
+    check_live_pool(pool)
+    check_type("weights", weights, Mapping | nn.ParameterDict, "{projection: tensor}")
     if pool.master or not pool.grads:
         given = "master=True" if pool.master else "grads=False"
         raise ValueError(f"pool: given one with {given}, expected one with grads=True and master=False")
     names = [p.name for p in pool.projections]
     if sorted(weights) != sorted(names):
         raise ValueError(f"weights: given {sorted(weights)}, expected all of {names}")
+    for name, weight in weights.items():
+        shape = list(pool.local[name].shape)
+        if not isinstance(weight, Tensor) or not weight.is_floating_point() or list(weight.shape) != shape:
+            raise ValueError(f"weights[{name!r}]: given {describe(weight)}, expected {shape} of a floating dtype")
     # The anchor keeps backward coming when all weights are frozen: what was added to `local_grad` must not stay.
     return _Load.apply(pool, make_anchor(pool.local[names[0]].device), *(weights[name] for name in names))
 
@@ -92,7 +104,7 @@ def dispatch(
         buffer: of this layer shape.
         hidden: [s, H] payload dtype.
         route_weights: [s, K] fp32.
-        topk_experts: [s, K] int32 or int64; -1 = no assignment.
+        topk_experts: [s, K] int32 or int64, contiguous; -1 = no assignment.
         pool: whose slot gradients are reduced home at the end of backward; None: not at all.
         anchor: any tensor that requires grad, such as an expert parameter. Backward runs only when an input requires
             grad: with frozen inputs and router the gradients of redundant experts would never go home. It gets none.
@@ -102,8 +114,20 @@ def dispatch(
             saves it for backward and uses it after that gets an error.
 
     Returns:
-        Rows past the plan's last offset are undefined.
+        hidden [C, H] payload dtype, route weights [C] fp32, plan. Rows past the plan's last offset are undefined.
+
+    Raises:
+        ValueError: a bad argument; nothing has been sent. Peers raise PeerError.
+        PeerError, PeerTimeout: another rank failed or did not come; in backward, too.
+
+    Visible when it returns: all rows that this rank computes. When backward returns, `pool.local_grad` is complete.
+
+    Moves: see `Buffer.dispatch`; backward is a combine and, with a pool, a reduction.
     """
+    check_type("buffer", buffer, Buffer, "a Buffer")
+    check_or_refuse(
+        buffer, "dispatch", _check_dispatch, buffer, hidden, route_weights, topk_experts, pool, anchor, slot_set
+    )
     args = (buffer, pool, slot_set, zero_copy, hidden.contiguous(), route_weights.contiguous(), topk_experts, anchor)
     return Dispatched(*_Dispatch.apply(*args))
 
@@ -121,8 +145,41 @@ def combine(buffer: Buffer, plan: Plan, hidden: Tensor, pool: ExpertPool | None 
 
     Returns:
         [s, H] payload dtype.
+
+    Raises:
+        ValueError: a bad argument. Peers raise PeerError.
+        PeerError, PeerTimeout: another rank failed or did not come; in backward, too.
+
+    Visible when it returns: the sums of this rank's tokens. When backward returns, gradients of all rows that this rank
+    computed are there, and with a pool its slots have this plan's weights.
+
+    Moves: see `Buffer.combine`; backward is a dispatch with the plan and, with a pool, a prefetch.
     """
+    check_type("buffer", buffer, Buffer, "a Buffer")
+    check_or_refuse(buffer, "combine", _check_combine, buffer, hidden, pool, slot_set)
     return _Combine.apply(buffer, pool, slot_set, plan, hidden.contiguous())
+
+
+def _check_dispatch(
+    buffer: Buffer,
+    hidden: object,
+    route_weights: object,
+    topk_experts: object,
+    pool: ExpertPool | None,
+    anchor: object,
+    slot_set: int,
+) -> None:
+    check_tokens(buffer, hidden, route_weights, topk_experts)
+    check_type("anchor", anchor, Tensor | NoneType, "None or a tensor")
+    if pool is not None:
+        buffer._check_pool(pool, slot_set)
+
+
+def _check_combine(buffer: Buffer, hidden: object, pool: ExpertPool | None, slot_set: int) -> None:
+    d, device = buffer.dims, buffer._backend.device
+    check_tensor("hidden", hidden, (d.C, d.H), (buffer.dtype,), device, contiguous=False)
+    if pool is not None:
+        buffer._check_pool(pool, slot_set)
 
 
 class _Load(torch.autograd.Function):

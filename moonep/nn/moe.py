@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from moonep.buffer import Buffer
 from moonep.errors import NotCopied
 from moonep.memory.peers import Peers
+from moonep.nn.agreement import agree_on_buffer
 from moonep.nn.beside import start
-from moonep.nn.layer import SAVE
 from moonep.nn.routed import RoutedExperts
 from moonep.nn.router import Router
 from moonep.nn.training import exclude_experts_from_ddp
@@ -38,7 +38,8 @@ class MoE(NotCopied, nn.Module):
         num_experts, top_k: E and K.
         group: process group; None: all ranks, or this process alone.
         max_tokens: S, the most tokens that a rank brings in one forward.
-        buffer: use this Buffer; None: layers with equal sizes in a group share one.
+        buffer: use this Buffer, of these sizes (`B`, `token_padding`, `balance` and `backend` may then be left out);
+            None: layers with equal sizes in a group share one.
         dtype: of rows and compute weights. Parameters are fp32.
         router: "softmax" or "sigmoid" scores.
         normalize_topk, route_scale: see `Router`.
@@ -52,14 +53,29 @@ class MoE(NotCopied, nn.Module):
         slot_set, slot_sets: which of how many slot sets this layer uses.
         seed: of the initial weights: equal for any number of ranks.
 
+    All but `overlap`, `backend` and `timeout_s` must be equal on all ranks.
+
     Attributes:
         router: `Router`; replicated.
+        shared: the shared expert, an nn.Module with fp32 weights gate [F', H], up [F', H], down [H, F'] (F' =
+            `shared_ffn`); None: there is none. Replicated.
+        buffer: the `Buffer` that it uses, which other layers may share: `destroy()` ends it for all of them.
+        pool: the `ExpertPool` that its experts live in: compute weights [L, ...] `dtype` in `pool.local`.
+        routed: the `RoutedExperts` between router and output.
         experts: nn.ParameterDict gate [L, H, F], up [L, H, F], down [L, F, H]: fp32 parameters of this rank's own
             experts. Gradients are sums over the tokens of all ranks after backward: do not reduce them over the group.
             DistributedDataParallel must leave them out: see `exclude_experts_from_ddp`.
         plan: the last forward's plan: `moe.plan.stats()`.
         aux_loss: [] the last forward's auxiliary loss, to be added to the loss with a coefficient.
         load: [E] int64, assignments of all ranks since `update_bias`.
+
+    Raises:
+        ValueError: a bad argument, one that differs between ranks, or a Buffer of other sizes.
+        PeerError: another rank refused its arguments.
+        PeerTimeout: another rank did not come.
+
+    Visible when it returns: all ranks have made the layer; initial weights of experts reach peers with its first
+    forward.
     """
 
     load: Tensor
@@ -91,16 +107,15 @@ class MoE(NotCopied, nn.Module):
         seed: int = 0,
     ):
         super().__init__()
-        if save not in SAVE:
-            raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, SAVE))}")
         peers = Peers.of(group)
+        given: dict[str, Any] = {"hidden": hidden, "ffn": ffn}
+        given |= {"num_experts": num_experts, "top_k": top_k, "max_tokens": max_tokens}
+        given |= {"dtype": dtype, "router": router, "normalize_topk": normalize_topk, "route_scale": route_scale}
+        given |= {"shared_ffn": shared_ffn, "save": save, "B": B, "token_padding": token_padding, "balance": balance}
+        given |= {"slot_set": slot_set, "slot_sets": slot_sets, "backend": backend, "seed": seed}
+        self.buffer = buffer = agree_on_buffer(peers, buffer, timeout_s, given)
         self.save, self.slot_set = save, slot_set
         self.router = Router(hidden, num_experts, top_k, score=router, normalize=normalize_topk, scale=route_scale)
-        if buffer is None:
-            settings = {"token_padding": token_padding, "B": B, "dtype": dtype, "balance": balance}
-            settings |= {"backend": backend, "timeout_s": timeout_s}
-            buffer = shared_buffer(peers, max_tokens, hidden, top_k, num_experts, settings)
-        self.buffer = buffer
         self.pool = ExpertPool(
             {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)},
             E=num_experts,
@@ -125,7 +140,13 @@ class MoE(NotCopied, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Normal weights of variance 1 / fan-in (router: 0.02 standard deviation), the same for any number of ranks."""
+        """Normal weights of variance 1 / fan-in (router: 0.02 standard deviation), the same for any number of ranks.
+
+        Args:
+            seed: an integer of 64 bits, equal on all ranks.
+
+        Visible when it returns: to this rank; peers see them in the next forward.
+        """
         generator = torch.Generator().manual_seed(seed)
         self.router.weight.copy_(torch.empty(self.router.weight.shape).normal_(0, 0.02, generator=generator))
         for parameter in self.experts.values():
@@ -141,19 +162,32 @@ class MoE(NotCopied, nn.Module):
         self.pool.sync()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., H] any floating dtype, at most S tokens, their number may differ by rank -> [..., H] in x's dtype.
+        """Send tokens through router and experts. Collective, like its backward.
+
+        Args:
+            x: [..., H] any floating dtype, at most S tokens; their number may differ by rank and be 0.
+
+        Returns:
+            [..., H] in x's dtype.
 
         Raises:
             ValueError: a bad x, or `experts` are no longer the pool's parameters. Peers raise PeerError.
+            PeerError, PeerTimeout: another rank failed or did not come; in backward, too.
+
+        Visible when it returns: the output of this rank's tokens, `plan`, `aux_loss` and, in training, `load`. When
+        backward returns, `experts[...].grad` are complete.
         """
         if not torch.compiler.is_compiling():
             for name, parameter in self.pool.master.items():
                 if self.experts[name] is not parameter:
                     return self.routed.refuse(f"experts.{name}", self.experts[name], _OWN_PARAMETERS)
-        H = self.buffer.dims.H
-        if not x.is_floating_point() or x.dim() == 0 or x.shape[-1] != H:
-            return self.routed.refuse("x", x, f"[..., {H}] of a floating dtype")
+        H, S, device = self.buffer.dims.H, self.buffer.dims.S, self.load.device
+        tensor = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
+        if not tensor or x.shape[-1] != H or x.device.type != device.type:
+            return self.routed.refuse("x", x, f"[..., {H}] of a floating dtype on {device}")
         tokens = x.reshape(-1, H)
+        if not torch.compiler.is_compiling() and len(tokens) > S:
+            return self.routed.refuse("x", x, f"at most max_tokens = {S} tokens")
         ids, weights, self.aux_loss = self.router(tokens)
         shared = None if self.shared is None else start(self.shared, tokens, beside=self.routed.overlap)
         payload = tokens.to(self.buffer.dtype)
@@ -179,10 +213,17 @@ class MoE(NotCopied, nn.Module):
 
     @property
     def plan(self) -> Plan | None:
+        """The last forward's plan, on this rank; None before the first."""
         return self.routed.plan
 
     def update_bias(self, rate: float = 1e-3) -> None:
-        """Move the router's bias towards equal loads, by what all ranks routed since the last call."""
+        """Move the router's bias towards equal loads, by what all ranks routed since the last call; `load` is then 0.
+
+        Every rank calls it and comes to the same bias; nothing is sent.
+
+        Args:
+            rate: how far an expert's bias moves.
+        """
         self.router.update_bias(self.load, rate)
         self.load.zero_()
 
@@ -192,26 +233,11 @@ class SharedExpert(nn.Module):
 
     def __init__(self, hidden: int, ffn: int):
         super().__init__()
-        self.gate = nn.Linear(hidden, ffn, bias=False)
-        self.up = nn.Linear(hidden, ffn, bias=False)
-        self.down = nn.Linear(ffn, hidden, bias=False)
+        self.gate = nn.Linear(hidden, ffn, bias=False, dtype=torch.float)
+        self.up = nn.Linear(hidden, ffn, bias=False, dtype=torch.float)
+        self.down = nn.Linear(ffn, hidden, bias=False, dtype=torch.float)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, H] -> [s, H], computed in the parameters' dtype, returned in x's."""
         h = x.to(self.gate.weight.dtype)
         return self.down(nn.functional.silu(self.gate(h)) * self.up(h)).to(x.dtype)
-
-
-def shared_buffer(peers: Peers, S: int, H: int, K: int, E: int, settings: dict[str, Any]) -> Buffer:
-    """The Buffer that layers of these sizes share in a group; made when there is none. Collective."""
-    key = ("buffer", S, H, K, E, *settings.items())
-
-    def held() -> dict[str, Any]:
-        buffer = peers.shared.get(key)
-        return {"_serial": 0 if buffer is None or not buffer.usable else buffer.serial}
-
-    buffer = peers.shared.get(key)  # held here, so that it does not go away between asking and using it
-    serials = {reply["_serial"] for reply in peers.agree("MoE", settings["timeout_s"], held)}
-    if buffer is None or len(serials) > 1 or serials == {0}:
-        peers.shared[key] = buffer = Buffer(S, H, K, E, peers.size, group=peers.group, **settings)
-    return buffer

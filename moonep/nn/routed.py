@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,9 @@ from moonep.arguments import describe
 from moonep.buffer import Buffer
 from moonep.errors import NotCopied
 from moonep.nn import functional, layer, operators
+from moonep.nn.checks import check_choice, check_or_refuse, check_tokens, check_type
 from moonep.nn.experts import check_pool
+from moonep.nn.graphs import outside_graphs
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
 from moonep.weights import PROJECTIONS
@@ -41,28 +44,21 @@ class RoutedExperts(NotCopied):
             gradient of the rows is made; False: one after the other. Results are equal, bit for bit.
 
     Attributes:
+        buffer, pool, overlap: as given.
         plan: of the last call; None before the first.
 
     Raises:
-        ValueError: the pool does not go with the Buffer, or cannot hold gradients of all redundant experts.
+        ValueError: the pool does not go with the Buffer, or cannot hold gradients of all redundant experts. Peers raise
+            PeerError in their next call.
     """
 
     def __init__(self, buffer: Buffer, pool: ExpertPool, *, overlap: bool = True):
-        if not isinstance(buffer, Buffer):
-            raise ValueError(f"buffer: given {type(buffer).__name__}, expected a Buffer")
-        if not isinstance(pool, ExpertPool):
-            raise ValueError(f"pool: given {type(pool).__name__}, expected an ExpertPool")
-        d = buffer.dims
-        check_pool(pool, d)
-        for p in pool.projections:
-            if p.dtype != buffer.dtype:
-                raise ValueError(f"pool: given {p.name} of {p.dtype}, expected {buffer.dtype}, as the Buffer")
-        shapes = {p.name: p.shape for p in pool.projections}
-        if shapes["gate"][0] != d.H:
-            raise ValueError(f"pool: given gate {list(shapes['gate'])}, expected [{d.H}, F], as H of the Buffer")
+        check_type("buffer", buffer, Buffer, "a Buffer")
+        check_or_refuse(buffer, "dispatch", _check_pair, buffer, pool)
+        d, F = buffer.dims, pool.local["gate"].shape[2]
         self.buffer, self.pool, self.overlap = buffer, pool, overlap
         self._number, self._anchor = operators.register(self), functional.make_anchor(pool.local["gate"].device)
-        self._sizes = [d.R, d.E, d.B, d.C, d.S, shapes["gate"][1]]
+        self._sizes = [d.R, d.E, d.B, d.C, d.S, F]
         self._plan: Plan | list[Tensor] | None = None
         self._checked_ddp: Callable[[], nn.Module | None] = lambda: None
 
@@ -81,22 +77,28 @@ class RoutedExperts(NotCopied):
         Args:
             hidden: [s, H] payload dtype, s <= S; s may differ by rank and be 0.
             route_weights: [s, K] fp32.
-            topk_experts: [s, K] int32 or int64; -1 = no assignment.
+            topk_experts: [s, K] int32 or int64, contiguous; -1 = no assignment.
             slot_set: which of the pool's slots.
             save: what backward needs: "rows" keeps the rows that arrived and the activations; "inputs" keeps the rows,
                 and computes activations again; "tokens" keeps only the tokens, and dispatches them again, too.
             anchor: with a framework's own weights: what `functional.load` returned.
 
         Returns:
-            The sum over a token's experts of route weight times expert, and the load.
+            output [s, H] payload dtype, the sum over a token's experts of route weight times expert; load [R, E] int32.
 
         Raises:
             ValueError: a bad argument, or DistributedDataParallel around it manages the experts; peers raise PeerError.
+            PeerError, PeerTimeout: another rank failed or did not come; in backward, too.
+
+        Visible when it returns: the output of this rank's tokens, and `plan`. When backward returns, the pool's
+        `local_grad` are complete.
         """
         if not torch.compiler.is_compiling():
-            self._check(hidden, route_weights, slot_set, save)
-        elif save not in layer.SAVE:
-            raise ValueError(f"save: given {save!r}, expected one of {', '.join(map(repr, layer.SAVE))}")
+            check_or_refuse(
+                self.buffer, "dispatch", self._check, hidden, route_weights, topk_experts, slot_set, save, anchor
+            )
+        else:
+            check_choice("save", save, layer.SAVE)
         if anchor is None and any(self.pool.trains(name) for name in PROJECTIONS):
             anchor = self._anchor if torch.compiler.is_compiling() else functional.make_anchor(hidden.device)
         if torch.compiler.is_compiling():
@@ -107,18 +109,21 @@ class RoutedExperts(NotCopied):
         assert self.plan is not None
         return Routed(output, self.plan.load)
 
-    def _check(self, hidden: object, route_weights: object, slot_set: object, save: object) -> None:
-        """What dispatch does not look at, so that peers hear of it at once."""
-        wrong = self.managed_by_ddp()
-        if save not in layer.SAVE:
-            wrong = f"save: given {save!r}, expected one of {', '.join(map(repr, layer.SAVE))}"
-        if not isinstance(slot_set, int) or not 0 <= slot_set < self.pool.slot_sets:
-            wrong = f"slot_set: given {slot_set!r}, expected 0 to {self.pool.slot_sets - 1}"
-        for name, value in (("hidden", hidden), ("route_weights", route_weights)):
-            if not isinstance(value, Tensor):
-                wrong = f"{name}: given {describe(value)}, expected a tensor"
-        if wrong:
-            self.buffer.refuse("dispatch", wrong)
+    def _check(
+        self,
+        hidden: object,
+        route_weights: object,
+        topk_experts: object,
+        slot_set: int,
+        save: object,
+        anchor: object,
+    ) -> None:
+        if wrong := self.managed_by_ddp():
+            raise ValueError(wrong)
+        self.buffer._check_pool(self.pool, slot_set)
+        check_tokens(self.buffer, hidden, route_weights, topk_experts)
+        check_choice("save", save, layer.SAVE)
+        check_type("anchor", anchor, Tensor | NoneType, "None or a tensor")
 
     def managed_by_ddp(self) -> str:
         """What is wrong when DistributedDataParallel has this rank's own experts among its parameters; else ""."""
@@ -161,14 +166,31 @@ class RoutedExperts(NotCopied):
 
     @property
     def plan(self) -> Plan | None:
+        """Of the last call, on this rank; None before the first."""
         if isinstance(self._plan, list):
             _, packed, key = self._plan
             self._plan = self.buffer.plan_of(packed, int(key))
         return self._plan
 
-    def refuse(self, name: str, given: Tensor, expected: str) -> Tensor:
+    def refuse(self, name: str, given: object, expected: str) -> Tensor:
         """Raise ValueError for an argument, in place of a call; peers that are in it raise PeerError."""
+        if not (torch.compiler.is_compiling() and isinstance(given, Tensor)):
+            _refuse(self.buffer, "dispatch", f"{name}: given {describe(given)}, expected {expected}")
         return operators.refuse(self._number, name, given, expected)
+
+
+_refuse = outside_graphs(Buffer.refuse)
+
+
+def _check_pair(buffer: Buffer, pool: ExpertPool) -> None:
+    """Raise a ValueError unless the pool goes with the Buffer."""
+    H = buffer.dims.H
+    check_pool(pool, buffer.dims)
+    for p in pool.projections:
+        if p.dtype != buffer.dtype:
+            raise ValueError(f"pool: given {p.name} of {p.dtype}, expected {buffer.dtype}, as the Buffer")
+        if p.name == "gate" and p.shape[0] != H:
+            raise ValueError(f"pool: given gate {list(p.shape)}, expected [{H}, F], as H of the Buffer")
 
 
 class _Routed(torch.autograd.Function):

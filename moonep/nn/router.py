@@ -7,11 +7,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moonep.arguments import check_count, describe
+from moonep.nn.checks import check_choice, check_number
+
 SCORES = ("softmax", "sigmoid")
 
 
+def check_choices(hidden: int, num_experts: int, top_k: int) -> None:
+    """Raise a ValueError unless top_k of so many experts can be chosen."""
+    for name, value in (("hidden", hidden), ("num_experts", num_experts), ("top_k", top_k)):
+        check_count(name, value, 1)
+    if top_k > num_experts:
+        raise ValueError(f"top_k: given {top_k}, expected 1 to num_experts = {num_experts}")
+
+
 class Routing(NamedTuple):
-    """Router output: expert ids [s, K] int64, route weights [s, K] fp32, auxiliary loss [] fp32."""
+    """Router output for a rank's tokens: expert ids [s, K] int64, route weights [s, K] fp32, auxiliary loss [] fp32."""
 
     topk_experts: Tensor
     route_weights: Tensor
@@ -30,8 +41,12 @@ class Router(nn.Module):
         scale: factor on the route weights.
 
     Attributes:
+        weight: [E, H] fp32 parameter; `MoE` and the caller initialize it. Replicated: equal on all ranks.
         bias: [E] fp32, added to the scores for the choice only, not in the weights. `update_bias` moves it so that
             loads become equal without an auxiliary loss (Wang et al., 2024, "Auxiliary-Loss-Free Load Balancing").
+
+    Raises:
+        ValueError: a bad argument.
     """
 
     bias: Tensor
@@ -47,16 +62,28 @@ class Router(nn.Module):
         scale: float = 1.0,
     ):
         super().__init__()
-        if score not in SCORES:
-            raise ValueError(f"router: given {score!r}, expected one of {', '.join(map(repr, SCORES))}")
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k: given {top_k}, expected 1 to num_experts = {num_experts}")
+        check_choices(hidden, num_experts, top_k)
+        check_choice("score", score, SCORES)
+        check_number("scale", scale)
         self.top_k, self.score, self.normalize, self.scale = top_k, score, normalize, scale
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, dtype=torch.float))
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float))
 
     def forward(self, x: Tensor) -> Routing:
-        """x: [s, H] any floating dtype."""
+        """Choose experts for tokens.
+
+        Args:
+            x: [s, H] any floating dtype, on the router's device.
+
+        Returns:
+            Ids, weights and loss, for the tokens of this rank alone.
+
+        Raises:
+            ValueError: another x.
+        """
+        H = self.weight.shape[1]
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() != 2 or x.shape[1] != H:
+            raise ValueError(f"x: given {describe(x)}, expected [s, {H}] of a floating dtype")
         with torch.autocast(x.device.type, enabled=False):
             return self._choose(x)
 
@@ -84,6 +111,16 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, load: Tensor, rate: float) -> None:
-        """Raise the bias of experts below the mean load by `rate`, lower it for those above. load: [E]."""
+        """Raise the bias of experts below the mean load by `rate`, lower it for those above.
+
+        Args:
+            load: [E] any dtype, assignments of each expert: those of all ranks, for a bias that is equal on all.
+            rate: how far.
+
+        Raises:
+            ValueError: another load.
+        """
+        if not isinstance(load, Tensor) or load.shape != self.bias.shape:
+            raise ValueError(f"load: given {describe(load)}, expected [{len(self.bias)}]")
         load = load.float()
         self.bias += rate * torch.sign(load.mean() - load)

@@ -15,11 +15,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from moonep.nn.checks import check_number, check_type
 from moonep.pool import ExpertPool
 
 
 def expert_parameters(model: nn.Module) -> dict[nn.Parameter, ExpertPool]:
-    """This rank's own experts in a model, with their pools: masters of every pool that is an attribute of a module."""
+    """This rank's own experts in a model, with their pools: masters of every pool that is an attribute of a module.
+
+    Args:
+        model: any module; without experts there are none.
+
+    Returns:
+        {parameter [L, ...] fp32: its pool}, in the order of the model's modules.
+
+    Raises:
+        ValueError: not a module.
+    """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     pools = [value for module in model.modules() for value in vars(module).values() if isinstance(value, ExpertPool)]
     return {parameter: pool for pool in pools for parameter in pool.master.values()}
 
@@ -29,6 +41,12 @@ def exclude_experts_from_ddp(model: nn.Module) -> None:
 
     DistributedDataParallel would make the experts of all ranks equal, and wait for gradients that autograd never shows
     it. A layer that it manages raises a ValueError in forward. Whatever else it was told to leave out stays so.
+
+    Args:
+        model: what is going to be wrapped; it is marked in place. Each `MoE` marks itself.
+
+    Raises:
+        ValueError: not a module.
     """
     experts = expert_parameters(model)
     counting = [name for name, module in model.named_modules() if isinstance(getattr(module, "pool", None), ExpertPool)]
@@ -52,9 +70,20 @@ def sum_expert_grads(model: nn.Module, group: dist.ProcessGroup, divide_by: floa
         divide_by: what the sums are divided by: all ranks, EP times data-parallel, where a framework takes the mean of
             the other gradients, as DistributedDataParallel and FSDP do.
 
+    Raises:
+        ValueError: a bad argument, on this rank alone: peers wait for it in the all-reduce.
+
+    Visible when it returns: `local_grad` of this rank, and `.grad` of its experts, are the sums (on CUDA: the stream
+    waits for them). Frozen projections are left out.
+
     Moves: an all-reduce of `L` experts in fp32, a projection at a time.
     """
-    for pool in dict.fromkeys(expert_parameters(model).values()):
+    pools = dict.fromkeys(expert_parameters(model).values())
+    check_type("group", group, dist.ProcessGroup, "a process group")
+    check_number("divide_by", divide_by)
+    if divide_by == 0:
+        raise ValueError("divide_by: given 0, expected another number")
+    for pool in pools:
         pool.ready_gradients()
         for name, grad in pool.local_grad.items():
             if pool.trains(name):
@@ -70,12 +99,21 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     Args:
         model: the same on all ranks; gradients of parameters other than experts have been summed over the ranks, and
             may be DTensors of one mesh.
-        max_norm: of the gradients of the whole model: experts of all ranks, everything else once.
+        max_norm: of the gradients of the whole model: experts of all ranks, everything else once. Infinity: measure
+            alone.
 
     Returns:
         [] fp32, the norm before, equal on all ranks.
+
+    Raises:
+        ValueError: a bad argument, on this rank alone: peers wait for it in the all-reduce.
+
+    Visible when it returns: all `.grad` of this rank are scaled, in place.
+
+    Moves: an all-reduce of one number a group of experts.
     """
     pools = expert_parameters(model)
+    check_number("max_norm", max_norm, least=0)
     replicated = [p.grad for p in model.parameters() if p.grad is not None and p not in pools]
     squares = _whole(nn.utils.get_total_norm(replicated)).float().square()
     for group in {pool.group: None for pool in pools.values()}:
@@ -117,7 +155,8 @@ def sharded_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[
         {"model": {name: tensor}, "optimizer": {name: {key: tensor}}}
 
     Raises:
-        ValueError: the optimizer has parameters that the model has not, or keeps state that is not a tensor.
+        ValueError: not a module or an optimizer; the optimizer has parameters that the model has not, or keeps state
+            that is not a tensor.
     """
     pools = expert_parameters(model)
     names = {p: name for name, p in model.named_parameters()}
@@ -127,6 +166,7 @@ def sharded_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[
             weights[names[expert]] = _over_all_ranks(expert.detach(), pool)
     if optimizer is None:
         return {"model": weights}
+    check_type("optimizer", optimizer, Optimizer, "None or a torch.optim.Optimizer")
     _make_missing_state(optimizer)
     states: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
