@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from moonep import backends
-from moonep.arguments import check_count, check_seconds
+from moonep.arguments import check_count
 from moonep.buffer import PAYLOAD_DTYPES, Buffer
 from moonep.dims import ROW_ALIGNMENT_BYTES, Balance, Dims
 from moonep.memory.peers import Peers
@@ -16,7 +15,6 @@ from moonep.nn.checks import check_choice, check_number, check_slot_set, check_t
 from moonep.nn.layer import SAVE
 from moonep.nn.router import SCORES, check_choices
 
-_LIMIT_S = 60.0  # for saying that `timeout_s` is bad
 _NAMES = {"S": "max_tokens", "H": "hidden", "K": "top_k", "E": "num_experts", "num_ep_ranks": "group"}
 _DEFAULTS = {"token_padding": 128, "balance": Balance(), "B": None, "backend": None}
 
@@ -42,18 +40,13 @@ def agree_on_buffer(peers: Peers, buffer: Buffer | None, timeout_s: float, given
     key = ("buffer", *(given[name] for name in sizes), *settings.items(), timeout_s)
 
     def check() -> dict[str, Any]:
-        check_seconds("timeout_s", timeout_s)
         same = _check(peers, buffer, **given)
         shared = peers.shared.get(key)
         found.append(shared if shared is not None and shared.usable else None)
         named = None if buffer is None else f"Buffer {buffer.serial}"
         return {"buffer": named, **same, "_serial": 0 if found[0] is None else found[0].serial}
 
-    limit_s = _LIMIT_S
-    with suppress(ValueError):
-        check_seconds("timeout_s", timeout_s)
-        limit_s = timeout_s
-    serials = {reply["_serial"] for reply in peers.agree("MoE", limit_s, check)}
+    serials = {reply["_serial"] for reply in peers.agree("MoE", timeout_s, check)}
     if buffer is not None:
         return buffer
     shared = found[0]
