@@ -93,3 +93,9 @@ def check_counts(given: Tensor, counted: Tensor) -> None:
             f"tokens_per_expert: given {int(given[e])} for expert {e}, expected {int(counted[e])}, "
             "the number of its assignments in topk_experts_sk"
         )
+
+
+def check_slot_set(slot_set: object, slot_sets: int) -> None:
+    """One of a pool's slot sets."""
+    if not isinstance(slot_set, int) or isinstance(slot_set, bool) or not 0 <= slot_set < slot_sets:
+        raise ValueError(f"slot_set: given {slot_set!r}, expected 0 to {slot_sets - 1}")

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moonep import backends
-from moonep.arguments import describe
+from moonep.arguments import check_slot_set, describe
 from moonep.dims import MAX_RANKS, ROW_ALIGNMENT_BYTES, align_up
 from moonep.errors import NotCopied, StaleSlotsError
 from moonep.memory import Chunk, Memory
@@ -342,8 +342,7 @@ class ExpertPool(NotCopied):
             ValueError: it has no such one, or is destroyed.
         """
         self._check_live()
-        if not isinstance(slot_set, int) or not 0 <= slot_set < self.slot_sets:
-            raise ValueError(f"slot_set: given {slot_set!r}, expected 0 to {self.slot_sets - 1}")
+        check_slot_set(slot_set, self.slot_sets)
         return slot_set
 
     def _check_live(self) -> None:

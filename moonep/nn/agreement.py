@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from moonep import backends
-from moonep.arguments import check_count
+from moonep.arguments import check_count, check_slot_set
 from moonep.buffer import PAYLOAD_DTYPES, Buffer
 from moonep.dims import ROW_ALIGNMENT_BYTES, Balance, Dims
 from moonep.memory.peers import Peers
-from moonep.nn.checks import check_choice, check_number, check_slot_set, check_type
+from moonep.nn.checks import check_choice, check_number, check_type
 from moonep.nn.layer import SAVE
 from moonep.nn.router import SCORES, check_choices
 

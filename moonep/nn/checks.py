@@ -43,12 +43,6 @@ def check_live_pool(pool: object) -> None:
         raise ValueError("pool: given a destroyed ExpertPool, expected a live one")
 
 
-def check_slot_set(slot_set: object, slot_sets: int) -> None:
-    """One of a pool's slot sets."""
-    if not isinstance(slot_set, int) or isinstance(slot_set, bool) or not 0 <= slot_set < slot_sets:
-        raise ValueError(f"slot_set: given {slot_set!r}, expected 0 to {slot_sets - 1}")
-
-
 def check_tokens(buffer: Buffer, hidden: object, route_weights: object, topk_experts: object) -> None:
     """What a dispatch of a live Buffer takes, in the words of `functional.dispatch`; ids are left to the Buffer."""
     d, device = buffer.dims, buffer._backend.device

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from moonep.arguments import check_tensor
 from moonep.dims import Dims
 from moonep.nn import grouped
-from moonep.nn.checks import check_live_pool, check_slot_set, check_type
+from moonep.nn.checks import check_live_pool, check_type
 from moonep.nn.graphs import outside_graphs
 from moonep.plan import Plan
 from moonep.pool import ExpertPool
@@ -43,7 +43,7 @@ def experts(pool: ExpertPool, plan: Plan, hidden: Tensor, route_weights: Tensor,
     """
     check_type("plan", plan, Plan, "the Plan that dispatch returned")
     check_pool(pool, plan.dims)
-    check_slot_set(slot_set, pool.slot_sets)
+    pool.check_slot_set(slot_set)
     C, weight = plan.dims.C, pool.local["gate"]
     check_tensor("hidden", hidden, (C, weight.shape[1]), (weight.dtype,), weight.device, contiguous=False)
     check_tensor("route_weights", route_weights, (C,), (torch.float32,), weight.device, contiguous=False)
