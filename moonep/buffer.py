@@ -56,8 +56,8 @@ class Buffer(NotCopied):
         B: slots for redundant experts on a rank; None: E // num_ep_ranks. Training needs B >= min(L, E - L).
         group: process group; None: all ranks, or no group at all if num_ep_ranks == 1.
         comm_stream_priority: of the stream of asynchronous operations. Not used on CPU.
-        enable_pdl: launch kernels that follow each other in an operation early (programmatic dependent launch): a
-            microsecond less between two. From capability 9.0 on.
+        enable_pdl: launch kernels that follow each other in an operation early (programmatic dependent launch):
+            planning takes a microsecond less. From capability 9.0 on.
         explicitly_destroy: the caller promises to call `destroy()`; else memory goes back with the last reference.
         dtype: payload dtype: bfloat16, float16 or float32.
         backend: "cuda", "cpu" or, for tests of kernels, "interpreter"; None: `MOONEP_BACKEND`, else by the machine.

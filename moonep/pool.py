@@ -412,7 +412,7 @@ class ExpertPool(NotCopied):
         if stale:
             for name in stale:
                 every[name].holder = None
-            full = [self._views_of(slot_set)[name].full for name in stale]
+            full = [self._views[slot_set][name].full for name in stale]
             move_weights([SlotWeights(f, f[self.E :]) for f in full], plan, num_sms)
             self.mark_filled(plan, slot_set, stale)
 

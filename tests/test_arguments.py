@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from outcomes import end_of
 
 from moonep import Buffer, ExpertPool
 from moonep.errors import PeerError, PeerTimeout
@@ -33,15 +33,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("ExpertPool", {"shapes": None}, "shapes: given NoneType None, expected at least one projection"),
     ("ExpertPool", {"shapes": {("up", 0): (8, 4)}}, "shapes: given the name tuple ('up', 0), expected a string"),
 ]
-
-
-def end_of(call: Any) -> tuple[str, str, float]:
-    start = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", time.monotonic() - start
 
 
 def construct(what: str, changed: dict[str, Any]) -> list[tuple[str, str, float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from outcomes import end_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -441,12 +441,7 @@ def give_bad_input(kind: str) -> tuple[str, str, float]:
     x = torch.randn(4, H)
     if dist.get_rank() == 1:
         x = {"width": torch.randn(4, H + 1), "integers": torch.ones(4, H, dtype=torch.int64)}[kind]
-    start = time.monotonic()
-    try:
-        layer(x)
-        return "", "", 0.0
-    except (ValueError, moonep.PeerError) as error:
-        return type(error).__name__, str(error), time.monotonic() - start
+    return end_of(lambda: layer(x))
 
 
 @pytest.mark.parametrize("kind", ["width", "integers"])
@@ -609,16 +604,6 @@ def test_a_layer_does_not_depend_on_the_default_dtype(dtype):
         assert layer(torch.ones(4, 8, dtype=torch.float32)).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def end_of(call: Callable[[], Any]) -> tuple[str, str, float]:
-    """-> the error of a call, its message, and the time"""
-    start = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", time.monotonic() - start
 
 
 def assert_refused(ends: list[tuple[str, str, float]], expected: str) -> None:

@@ -64,10 +64,8 @@ def _product_ratio(lines: list[Line], operation: str) -> float | None:
 
 def _growth(lines: list[Line]) -> float | None:
     ours = [line for line in lines if line.get("operation") == PEAK_MEMORY and line.get("peer") == "moonep"]
-    grown: list[float] = [
-        line["growth"] for line in ours if line.get("growth") is not None
-    ]  # None: no GPU, or an error
-    return grown[-1] if grown else None
+    grown: list[float] = [line["growth"] for line in ours if line.get("growth") is not None]
+    return grown[-1] if grown else None  # without a GPU, or with an error, there is none
 
 
 def _us(

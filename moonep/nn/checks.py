@@ -39,8 +39,7 @@ def check_live_pool(pool: object) -> None:
     """An ExpertPool that is not destroyed."""
     if not isinstance(pool, ExpertPool):
         raise ValueError(f"pool: given {type(pool).__name__}, expected an ExpertPool")
-    if pool.destroyed:
-        raise ValueError("pool: given a destroyed ExpertPool, expected a live one")
+    pool._check_live()
 
 
 def check_tokens(buffer: Buffer, hidden: object, route_weights: object, topk_experts: object) -> None:

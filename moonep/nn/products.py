@@ -78,11 +78,12 @@ def choose(
 
 
 def _kernels_take(operands: Sequence[Tensor]) -> bool:
+    from moonep.backends import movers
     from moonep.kernels import grouped as kernels
 
     device, dtype = operands[0].device, operands[0].dtype
     # Not measured there: torch's own are known to be good.
-    by_torch = torch.cuda.get_device_capability(device)[0] >= 10 and dtype == torch.bfloat16
+    by_torch = movers.capability(device) >= 10 and dtype == torch.bfloat16
     asked = environment.products()
     if asked not in (None, "kernels", "torch"):
         raise ValueError(f"MOONEP_PRODUCTS: given {asked!r}, expected 'kernels' or 'torch'")
@@ -95,11 +96,12 @@ class KernelProducts:
     """The kernels of `moonep.kernels.grouped` and `moonep.kernels.swiglu`; on Hopper, of `bulk_grads`, too."""
 
     def __init__(self, offsets: Tensor, hidden: Tensor, first: int | None, token_padding: int):
+        from moonep.backends import movers
         from moonep.kernels import grouped as kernels
 
         self._offsets, self._token_padding = offsets, token_padding
         split = len(offsets) if first is None else first
-        major = torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0
+        major = movers.capability(hidden.device)
         self._on_hopper = major == HOPPER
         self._tiles = kernels.Tiles.lay(offsets, len(hidden), split, kernels.blocks_for(hidden.dtype, major))
 
