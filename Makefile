@@ -12,11 +12,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+CONTRACT := tests/test_contract.py
+GPU_PARTS := contract-R2 contract-R4 contract-R8 rest
+TEST_GPU = PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(PYTEST)
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu sanitize-gpu lint format
+.PHONY: help venv demo test test-gpu test-gpu-parts $(GPU_PARTS:%=test-gpu-%) sanitize-gpu lint format
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## create .venv with MoonEP (editable) and the development tools; PYTHON=python3.12 picks another Python
 
@@ -34,7 +38,15 @@ test: venv  ## run the whole test suite on CPU
 	$(BIN)/python -m pytest
 
 test-gpu:  ## run the contract on this machine's GPUs, with the Python that is here; PYTEST='-k ...' adds options
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(PYTEST)
+	$(TEST_GPU)
+
+test-gpu-parts: $(GPU_PARTS:%=test-gpu-%)  ## the same in four parts: -j4 runs them at the same time, -k goes on after one that fails
+
+$(filter test-gpu-contract-%,$(GPU_PARTS:%=test-gpu-%)): test-gpu-contract-%:  # with R2, R4 or R8 ranks
+	$(TEST_GPU) $(CONTRACT) -k "cuda and $*"
+
+test-gpu-rest:
+	$(TEST_GPU) -k "not (test_contract and (R2 or R4 or R8))"
 
 sanitize-gpu:  ## run small cases, several ranks on one GPU, under compute-sanitizer
 	$(SANITIZED) timeout -k 10 $(SANITIZER_LIMIT_S) $(PYTHON) tests/sanitize.py $(CASES)  # fills Triton's cache

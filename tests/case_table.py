@@ -1,11 +1,13 @@
 """`pytest --case-table FILE.jsonl`: which cases of the contract passed in which setting, as JSON lines and a table.
 
 A setting is a backend, a number of ranks, and how many GPUs they share. A run adds to the lines that FILE has already
-(the suite may be run in parts) and replaces those of the same case and setting. The table goes to FILE.md.
+(the suite may be run in parts, also at the same time) and replaces those of the same case and setting. The table goes
+to FILE.md.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,12 +49,16 @@ class CaseTable:
         return self.lines.setdefault((case, setting), {**line, "passed": 0, "failed": []})
 
     def pytest_sessionfinish(self) -> None:
-        before = self.path.read_text().splitlines() if self.path.exists() else []
-        lines = {(line["case"], line["setting"]): line for line in map(json.loads, before)} | self.lines
-        order = list(BY_NAME)
-        ordered = sorted(lines.values(), key=lambda line: (order.index(line["case"]), line["setting"]))
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in ordered))
-        self.path.with_suffix(".md").write_text(format_table(ordered))
+        with self.path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            file.seek(0)
+            lines = {(line["case"], line["setting"]): line for line in map(json.loads, file)} | self.lines
+            order = list(BY_NAME)
+            ordered = sorted(lines.values(), key=lambda line: (order.index(line["case"]), line["setting"]))
+            file.truncate(0)
+            file.writelines(json.dumps(line) + "\n" for line in ordered)
+            file.flush()
+            self.path.with_suffix(".md").write_text(format_table(ordered))
 
 
 def format_table(lines: list[dict[str, Any]]) -> str:

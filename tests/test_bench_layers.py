@@ -26,6 +26,7 @@ from moonep.bench.layer_peers import LAYERS, MoonEPLayer, run_layer
 from moonep.bench.layer_suite import compare_layers
 from moonep.bench.layer_world import make_input
 from moonep.bench.layers import DENSE_WORK, Layers
+from moonep.bench.loading import Loading
 from moonep.bench.products import Products
 from moonep.bench.routings import Routing
 from moonep.bench.settings import EAGER
@@ -58,6 +59,7 @@ def lines_of(comparison: Comparison, number: int, spoil: str | None = None) -> l
         "token gradient": ("moonep.nn.layer.differentiate_rows", scaled),
         "reduction": ("moonep.Buffer.reduce", lambda _: lost),
         "weight gradient": ("moonep.nn.products.TorchProducts.add_weight_grad", lambda _: doubled),
+        "loading": ("moonep.ExpertPool.load_local", lambda _: lambda self, tensors: None),
         "loss": (
             "moonep.bench.transformer_layers.GroupedMoE.forward",
             lambda forward: lambda self, x: forward(self, x) * 9,
@@ -118,6 +120,15 @@ def test_products_are_timed_beside_torch(ranks):
     lines = ranks(2).run(lines_of, products, 205, "weight gradient")[0]
     assert ["gate" in line for line in lines] == [True, True, False, False]
     assert "weight_grad, group" in lines[0]["gate"]
+
+
+def test_loading_of_weights_is_checked_and_timed(ranks):
+    loading = Loading(24, 16, 2, 8, (HOT,), F=8, **SMALL)
+    (line,) = ranks(2).run(lines_of, loading, 210)[0]
+    assert line["operation"] == "load_local" and line["median_us"] > 0
+    assert line["physical_bytes"] == 4 * 3 * 16 * 8 * 2 * 2, "experts, projections, H, F, bytes, read and written"
+    (line,) = ranks(2).run(lines_of, loading, 211, "loading")[0]
+    assert "load_local, gate" in line["gate"] and "median_us" not in line
 
 
 def test_memory_is_not_told_without_a_gpu(ranks):
@@ -411,7 +422,7 @@ def test_the_command_runs_the_suite_on_cpu_and_its_last_line_is_one_json_documen
     operations = {row["operation"] for row in report["rows"]}
     assert operations == {
         "layer", "layer_forward", "layer_backward", "layer_no_prefetch", "gemm", "weight_grad", "peak_memory",
-        "training_step",
+        "training_step", "load_local",
     }  # fmt: skip
     assert "deepep_v2 padded: layer, eager, S=16 E=8, hot_rank 1.5: unavailable: deep_ep" in result.stderr
     assert {row["benchmark"] for row in report["rows"]} == {"layers"}

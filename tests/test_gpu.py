@@ -182,6 +182,43 @@ def test_a_training_step_never_waits_for_the_device(ranks):
     assert all(ranks(2).run(train_without_syncs))
 
 
+def watch_memory(save: str) -> tuple[set[int], dict[str, int]]:
+    """Training steps with other tokens each time, also with all tokens the same, which go to K experts.
+
+    Returns: peaks of allocated memory, and what torch has asked of the driver meanwhile.
+    """
+    device = use_gpu()
+    layer = make_layer(save=save)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, fused=True)
+    grad = batch(2, device)
+    batches = [batch(seed, device) for seed in range(4)]
+    batches += [tokens[:1].expand(S, H).contiguous() for tokens in batches[:2]]
+
+    def step(x: Tensor) -> None:
+        layer(x).backward(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for x in batches[:3]:
+        step(x)
+    torch.cuda.synchronize(device)
+    before, peaks = torch.cuda.memory_stats(device), set()
+    for x in 3 * batches:
+        torch.cuda.reset_peak_memory_stats(device)
+        step(x)
+        peaks.add(torch.cuda.max_memory_allocated(device))
+    after = torch.cuda.memory_stats(device)
+    asked = ("num_device_alloc", "num_device_free", "reserved_bytes.all.current", "allocated_bytes.all.current")
+    return peaks, {name: after[name] - before[name] for name in asked}
+
+
+@pytest.mark.parametrize("save", ["rows", "inputs", "tokens"])
+def test_steps_after_the_first_take_no_memory_whatever_the_router_does(ranks, save):
+    for peaks, asked in ranks(2).run(watch_memory, save):
+        assert len(peaks) == 1, f"allocated at most: {sorted(peaks)}"
+        assert not any(asked.values()), asked
+
+
 def read_after_backward_on_another_stream() -> list[str]:
     """Only experts are trained, and backward is called on another stream. -> gradients that were read too early"""
     device = use_gpu()

@@ -136,8 +136,9 @@ def test_weight_gradients_on_hopper_are_added_by_the_copy_engine(dtype):
         bulk_grads.add_weight_grad(tiles, x, z, grad, 128)
     compiled = launches[-1].compile(90)
     ptx = compiled.asm["ptx"]
-    assert ptx.count("wgmma.mma_async") == tiles.blocks.depth // 16, "one a step of 16, of all columns"
-    assert ptx.count("cp.reduce.async.bulk.tensor") == bulk_grads.PARTS.value
+    teams = bulk_grads.TEAMS.value
+    assert ptx.count("wgmma.mma_async") == teams * bulk_grads.DEPTH // 16, "one a step of 16, of all columns"
+    assert ptx.count("cp.reduce.async.bulk.tensor") == teams * bulk_grads.PARTS.value
     assert compiled.metadata.shared <= 227 * 1024
     assert "ld.local" not in ptx
 

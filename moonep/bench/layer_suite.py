@@ -7,6 +7,7 @@ from dataclasses import replace
 from moonep.bench.comparison import Comparison
 from moonep.bench.layer_memory import PeakMemory
 from moonep.bench.layers import Layers
+from moonep.bench.loading import Loading
 from moonep.bench.products import Products
 from moonep.bench.routings import Routing
 from moonep.bench.suites import Sweep, trace_routings
@@ -26,7 +27,7 @@ def products_routing(R: int, seed: int) -> Routing:
 
 
 def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int) -> list[Comparison]:
-    """Layers with all routings, products, layers beside a dense one, memory, training steps, and layers with traces.
+    """What a layer is compared in: itself with all routings and with traces, its parts, memory, training steps.
 
     Args:
         chosen: sizes (E is its `weight_experts`; the first of tokens and SMs count), routings and traces.
@@ -48,6 +49,7 @@ def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int)
         few = max(DENSE_TOKENS // R, 1)
         comparisons += [
             Products(**same, routings=(skewed,)),
+            Loading(**same, routings=(skewed,)),
             *([replace(layers, S=few, routings=(skewed,), peers=DENSE_PEERS)] if few < layers.S else []),
             PeakMemory(**same, routings=(Routing("hot_rank", 1.0, c.seed),), steps=steps),
             small_transformer(device, c, R, samples),

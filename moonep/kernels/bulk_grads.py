@@ -1,7 +1,10 @@
 """Weight gradients on Hopper, by programs that do several tiles: one is added to memory while the next is multiplied.
 
     loader      1 warp: draws a tile, tells the others, and keeps STAGES steps of its operands on their way
-    adders      8 warps: multiply, put the tile into shared memory in parts, and let the copy engine add them to memory
+    adders      TEAMS x 4 warps: multiply, each team its rows of the tile, put them into shared memory in parts, and let
+                the copy engine add those to memory. While one team does that, the other can multiply
+
+What decides is how many steps are on their way: additions make the loads late, so shared memory goes to operands.
 
 Tiles are drawn from a counter, not shared out beforehand: other kernels may hold some multiprocessors for a while. They
 get them, too: a program ends after TURNS tiles. Those that are drawn one after the other are neighbours, so what one
@@ -34,8 +37,9 @@ from moonep.kernels import grouped
 from moonep.kernels.grouped import Tiles
 from moonep.kernels.launch import launch, varying
 
-STAGES = 3  # steps along the sum whose operands are on their way
-PARTS, BUFFERS = gl.constexpr(4), gl.constexpr(2)  # of a tile's columns, and parts that are on their way
+STAGES, DEPTH = 8, 32  # steps along the sum whose operands are on their way, and the rows of one
+TEAMS = gl.constexpr(2)
+PARTS, BUFFERS = gl.constexpr(8), gl.constexpr(2)  # of a tile's columns, and a team's parts that are on their way
 TOLD = gl.constexpr(2)  # tiles that the loader can be ahead
 TURNS = gl.constexpr(32)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -108,7 +112,9 @@ def _load(
             while k < end:
                 mbarrier.wait(empty.index(stage), parity)
                 mbarrier.expect(full.index(stage), BYTES)
-                tma.async_copy_global_to_shared(x, [k, m], full.index(stage), xs.index(stage))
+                for team in gl.static_range(TEAMS):
+                    rows = xs.index(stage * TEAMS + team)
+                    tma.async_copy_global_to_shared(x, [k, m + team * (BM // TEAMS)], full.index(stage), rows)
                 tma.async_copy_global_to_shared(grad_y, [k, n], full.index(stage), ys.index(stage))
                 stage += 1
                 if stage == STAGES:
@@ -121,11 +127,11 @@ def _load(
 
 
 @gluon.jit
-def _put(grad, g, m, n, part, buffer, fresh, BM: gl.constexpr, WIDTH: gl.constexpr):
+def _put(grad, g, m, n, part, buffer, fresh):
     """Write or add a part of a tile, in the background."""
     tma.store_wait(BUFFERS - 1)
     gl.thread_barrier()
-    buffer.store(part.reshape([1, BM, WIDTH]))
+    buffer.store(part.reshape([1, part.shape[0], part.shape[1]]))
     fence_async_shared()
     gl.thread_barrier()
     if g < fresh:
@@ -135,19 +141,31 @@ def _put(grad, g, m, n, part, buffer, fresh, BM: gl.constexpr, WIDTH: gl.constex
 
 
 @gluon.jit
-def _halves(part, BM: gl.constexpr, WIDTH: gl.constexpr):
-    return part.reshape([BM, 2, WIDTH // 2]).permute((0, 2, 1)).split()
+def _halves(part):
+    return part.reshape([part.shape[0], 2, part.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _put_quarters(grad, g, m, n, part, buffers, fresh):
+    WIDTH: gl.constexpr = part.shape[1] // 4
+    left, right = _halves(part)
+    first, second = _halves(left)
+    third, fourth = _halves(right)
+    _put(grad, g, m, n, first, buffers.index(0), fresh)
+    _put(grad, g, m, n + WIDTH, second, buffers.index(1), fresh)
+    _put(grad, g, m, n + 2 * WIDTH, third, buffers.index(0), fresh)
+    _put(grad, g, m, n + 3 * WIDTH, fourth, buffers.index(1), fresh)
 
 
 @gluon.jit
 def _add(
     grad, offsets, live, num_live, items, fresh, xs, ys, full, empty, told, said, heard, buffers,
     M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    GP: gl.constexpr,
+    GP: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
-    WIDTH: gl.constexpr = BN // PARTS
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    ROWS: gl.constexpr = BM // TEAMS
     stage, parity = gl.to_tensor(0), gl.to_tensor(0)
     slot, slot_parity = gl.to_tensor(0), gl.to_tensor(0)
     before = gl.to_tensor(0)
@@ -161,13 +179,14 @@ def _add(
             slot = gl.to_tensor(0)
             slot_parity ^= 1
         if item < items:
-            g, m, n = _place(item, live, num_live, fresh, M, N, BM, BN, GP, 8)
+            g, m, n = _place(item, live, num_live, fresh, M, N, BM, BN, GP, 4)
             begin, end = _rows_of(offsets, g)
-            sums = gl.zeros([BM, BN], gl.float32, SUMS)
+            sums = gl.zeros([ROWS, BN], gl.float32, SUMS)
             k = begin
             while k < end:
                 mbarrier.wait(full.index(stage), parity)
-                token = warpgroup_mma(xs.index(stage).permute((1, 0)), ys.index(stage), sums, is_async=True)
+                rows = xs.index(stage * TEAMS + TEAM).permute((1, 0))
+                token = warpgroup_mma(rows, ys.index(stage), sums, is_async=True)
                 sums = warpgroup_mma_wait(1, deps=[token])
                 mbarrier.arrive(empty.index(before), count=1, pred=k > begin)
                 before = stage
@@ -178,13 +197,9 @@ def _add(
                 k += BK
             sums = warpgroup_mma_wait(0, deps=[sums])
             mbarrier.arrive(empty.index(before), count=1, pred=begin < end)
-            a, b = _halves(sums, BM, BN)
-            a0, a1 = _halves(a, BM, BN // 2)
-            b0, b1 = _halves(b, BM, BN // 2)
-            _put(grad, g, m, n, a0, buffers.index(0), fresh, BM, WIDTH)
-            _put(grad, g, m, n + WIDTH, a1, buffers.index(1), fresh, BM, WIDTH)
-            _put(grad, g, m, n + 2 * WIDTH, b0, buffers.index(0), fresh, BM, WIDTH)
-            _put(grad, g, m, n + 3 * WIDTH, b1, buffers.index(1), fresh, BM, WIDTH)
+            left, right = _halves(sums)
+            _put_quarters(grad, g, m + TEAM * ROWS, n, left, buffers, fresh)
+            _put_quarters(grad, g, m + TEAM * ROWS, n + BN // 2, right, buffers, fresh)
     tma.store_wait(0)
 
 
@@ -195,15 +210,16 @@ def _add_weight_grads_kernel(
     GP: gl.constexpr,
 ):  # fmt: skip
     """grad[g] += x^T grad_y over the rows of group g; groups below `fresh` are written, with or without rows."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     i = gl.arange(0, GP, LANES)
     num_live = gl.load(bounds + 3)
     later = (i < num_live) & (gl.load(live + i, mask=i < num_live, other=0) >= fresh)
     TILES: gl.constexpr = ((N + BN - 1) // BN) * ((M + BM - 1) // BM)
     items = (fresh + gl.sum(later.to(gl.int32), 0)) * TILES
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES, BK, BM], x.layout)
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES * TEAMS, BK, BM // TEAMS], x.layout)
     ys = gl.allocate_shared_memory(x.dtype, [STAGES, BK, BN], grad_y.layout)
-    buffers = gl.allocate_shared_memory(gl.float32, [BUFFERS, 1, BM, BN // PARTS], grad.layout)
+    buffers = gl.allocate_shared_memory(gl.float32, [BUFFERS, 1, BM // TEAMS, BN // PARTS], grad.layout)
+    buffers_too = gl.allocate_shared_memory(gl.float32, [BUFFERS, 1, BM // TEAMS, BN // PARTS], grad.layout)
     told = gl.allocate_shared_memory(gl.int32, [TOLD, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -211,17 +227,24 @@ def _add_weight_grads_kernel(
     heard = gl.allocate_shared_memory(gl.int64, [TOLD, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+        mbarrier.init(empty.index(s), count=TEAMS)
     for s in gl.static_range(TOLD):
         mbarrier.init(said.index(s), count=1)
-        mbarrier.init(heard.index(s), count=1)
+        mbarrier.init(heard.index(s), count=TEAMS)
     gl.warp_specialize(
         [
             (
                 _add,
                 (
                     grad, offsets, live, num_live, items, fresh, xs, ys, full, empty, told, said, heard, buffers,
-                    M, N, BM, BN, BK, STAGES, GP,
+                    M, N, BM, BN, BK, STAGES, GP, 0,
+                ),
+            ),
+            (
+                _add,
+                (
+                    grad, offsets, live, num_live, items, fresh, xs, ys, full, empty, told, said, heard, buffers_too,
+                    M, N, BM, BN, BK, STAGES, GP, 1,
                 ),
             ),
             (
@@ -232,36 +255,36 @@ def _add_weight_grads_kernel(
                 ),
             ),
         ],
-        [1],
-        [40],
+        [4, 1],
+        [216, 40],
     )  # fmt: skip
 
 
 def takes(tiles: Tiles, x: Tensor, token_padding: int) -> bool:
     """Whether rows can be multiplied by this kernel, on Hopper: two bytes a value, groups of whole steps."""
-    return x.dtype in DTYPES and token_padding % tiles.blocks.depth == 0 and _CAN_ADD
+    return x.dtype in DTYPES and token_padding % DEPTH == 0 and _CAN_ADD
 
 
 def add_weight_grad(tiles: Tiles, x: Tensor, grad_y: Tensor, grad: Tensor, token_padding: int, fresh: int = 0) -> None:
     """`grouped.add_weight_grad`, for what `takes` takes."""
     assert takes(tiles, x, token_padding) and grouped.takes(grad) and grad.dtype == torch.float32
     b, (G, M, N) = tiles.blocks, grad.shape
+    rows = b.rows // TEAMS.value
     args = (
-        _boxes(x, [b.depth, b.rows]), _boxes(grad_y, [b.depth, b.columns]),
-        _boxes(grad, [1, b.rows, b.columns // PARTS.value]), tiles.offsets, tiles.live, tiles.bounds, tiles.counters,
-        fresh,
+        _boxes(x, [DEPTH, rows]), _boxes(grad_y, [DEPTH, b.columns]), _boxes(grad, [1, rows, b.columns // PARTS.value]),
+        tiles.offsets, tiles.live, tiles.bounds, tiles.counters, fresh,
     )  # fmt: skip
     launch(
         _add_weight_grads_kernel,
         (ceil_div(G * ceil_div(M, b.rows) * ceil_div(N, b.columns), TURNS.value),),
         args,
         varying(x, tiles.offsets),
-        num_warps=8,
+        num_warps=4,
         M=M,
         N=N,
         BM=b.rows,
         BN=b.columns,
-        BK=b.depth,
+        BK=DEPTH,
         STAGES=STAGES,
         GP=max(32, next_power_of_2(G)),
     )
