@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 CONTRACT := tests/test_contract.py
-GPU_PARTS := contract-R2 contract-R4 contract-R8 rest
+GPU_PARTS := contract-R2 contract-R4 contract-R8 contract-rest others
 TEST_GPU = PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(PYTEST)
 
 .DEFAULT_GOAL := help
@@ -40,13 +40,16 @@ test: venv  ## run the whole test suite on CPU
 test-gpu:  ## run the contract on this machine's GPUs, with the Python that is here; PYTEST='-k ...' adds options
 	$(TEST_GPU)
 
-test-gpu-parts: $(GPU_PARTS:%=test-gpu-%)  ## the same in four parts: -j4 runs them at the same time, -k goes on after one that fails
+test-gpu-parts: $(GPU_PARTS:%=test-gpu-%)  ## the same in five parts: -j5 runs them at the same time, -k goes on after one that fails
 
-$(filter test-gpu-contract-%,$(GPU_PARTS:%=test-gpu-%)): test-gpu-contract-%:  # with R2, R4 or R8 ranks
+$(filter test-gpu-contract-R%,$(GPU_PARTS:%=test-gpu-%)): test-gpu-contract-%:  # with R2, R4 or R8 ranks
 	$(TEST_GPU) $(CONTRACT) -k "cuda and $*"
 
-test-gpu-rest:
-	$(TEST_GPU) -k "not (test_contract and (R2 or R4 or R8))"
+test-gpu-contract-rest:
+	$(TEST_GPU) $(CONTRACT) -k "not (cuda and (R2 or R4 or R8))"
+
+test-gpu-others:
+	$(TEST_GPU) --ignore=$(CONTRACT)
 
 sanitize-gpu:  ## run small cases, several ranks on one GPU, under compute-sanitizer
 	$(SANITIZED) timeout -k 10 $(SANITIZER_LIMIT_S) $(PYTHON) tests/sanitize.py $(CASES)  # fills Triton's cache
