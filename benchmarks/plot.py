@@ -191,6 +191,12 @@ def draw_peers(lines: list[Line]) -> Figure | None:
     return figure
 
 
+def _is_swept(line: Line, rows: list[Line]) -> bool:
+    """Whether the variant has been measured with several routings."""
+    routings = [row["routing"] for row in rows if (row["peer"], row["variant"]) == (line["peer"], line["variant"])]
+    return any(routing != line["routing"] for routing in routings)
+
+
 def draw_layers(lines: list[Line]) -> Figure | None:
     """Forward and backward of a layer, by peer and variant; the balanced time of MoonEP's as a line."""
     rows = [line for line in lines if line.get("peer") and line["operation"] == LAYER]
@@ -200,7 +206,8 @@ def draw_layers(lines: list[Line]) -> Figure | None:
         return None
     figure = Figure(figsize=(5 * len(sweeps), 4.5), layout="constrained")
     grid = figure.subplots(1, len(sweeps), squeeze=False, sharey=True)[0]
-    names = list(dict.fromkeys((line["peer"], line["variant"]) for line in rows))
+    names = [(line["peer"], line["variant"]) for line in rows if _is_swept(line, rows)]
+    names = list(dict.fromkeys(names))
     ideal = _us([line for line in rows if (line["peer"], line["variant"]) == ("moonep", "rows")], "hot_rank", 1.0)
     for axes, (kind, text) in zip(grid, sweeps, strict=True):
         for peer, variant in names:

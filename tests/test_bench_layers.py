@@ -22,7 +22,7 @@ from moonep.bench.exchange import Exchange
 from moonep.bench.hosts import GateError, Hosts
 from moonep.bench.layer_gate import Result, check_result, row_error
 from moonep.bench.layer_memory import PeakMemory
-from moonep.bench.layer_peers import LAYERS, MoonEPLayer, run_layer
+from moonep.bench.layer_peers import LAYERS, OVERLAPS, MoonEPLayer, run_layer
 from moonep.bench.layer_suite import compare_layers
 from moonep.bench.layer_world import make_input
 from moonep.bench.layers import DENSE_WORK, Layers
@@ -59,6 +59,7 @@ def lines_of(comparison: Comparison, number: int, spoil: str | None = None) -> l
         "token gradient": ("moonep.nn.layer.differentiate_rows", scaled),
         "reduction": ("moonep.Buffer.reduce", lambda _: lost),
         "weight gradient": ("moonep.nn.products.TorchProducts.add_weight_grad", lambda _: doubled),
+        "shared": ("moonep.bench.layer_peers.start", lambda _: lambda function, x, *, beside: lambda: 2 * function(x)),
         "loading": ("moonep.ExpertPool.load_local", lambda _: lambda self, tensors: None),
         "loss": (
             "moonep.bench.transformer_layers.GroupedMoE.forward",
@@ -93,6 +94,16 @@ def test_every_layer_is_gated_and_timed_and_a_missing_library_is_named(ranks):
     assert hot["moonep"]["copies"] > 0 and hot["moonep"]["rank_imbalance"] == pytest.approx(1.5, rel=0.03)
     unpadded = [line["rows"] for line in timed if line["variant"] == "unpadded" and line["routing"]["value"] == 1.5]
     assert set(unpadded) == {72}  # the hot rank's own assignments
+
+
+def test_what_overlaps_is_timed_one_by_one_and_the_shared_expert_is_checked_too(ranks):
+    overlaps = replace(LAYER, peers=tuple(OVERLAPS))
+    lines = ranks(2).run(lines_of, overlaps, 212)[0]
+    assert [line["variant"] for line in lines if line["median_us"] > 0] == [kind.variant for kind in OVERLAPS.values()]
+    assert all(0 < line["errors"]["dense"]["output"] < 0.03 for line in lines)
+    lines = ranks(2).run(lines_of, overlaps, 213, "shared")[0]
+    wrong = [line["variant"] for line in lines if "output: a row differs" in line.get("gate", "")]
+    assert wrong == ["shared beside", "shared in turn"]
 
 
 @pytest.mark.parametrize(

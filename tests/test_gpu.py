@@ -121,8 +121,8 @@ def test_moe_is_dense_within_bf16_rounding(ranks, R, save):
 def train_with_and_without_overlap(save: str) -> list[str]:
     """Two layers with shared experts, a few steps each way. -> what differs"""
     device = use_gpu()
-    results: dict[bool, dict[str, Tensor]] = {}
-    for overlap in (True, False):
+    results: list[dict[str, Tensor]] = []
+    for overlap in (False, True, ["prefetch"], ["reduce"], ["shared"]):
         layers = [make_layer(seed, save=save, overlap=overlap, shared_ffn=64) for seed in (3, 4)]
         found = {}
         for step in range(4):
@@ -133,8 +133,9 @@ def train_with_and_without_overlap(save: str) -> list[str]:
         for i, layer in enumerate(layers):
             layer.buffer.check()
             found |= {f"{i} {name}": p.grad.clone() for name, p in layer.named_parameters()}
-        results[overlap] = found
-    return [name for name, want in results[False].items() if not torch.equal(results[True][name], want)]
+        results.append(found)
+    want, *others = results
+    return [name for got in others for name in want if not torch.equal(got[name], want[name])]
 
 
 @pytest.mark.parametrize("save", ["rows", "inputs", "tokens"])

@@ -629,6 +629,8 @@ BAD_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
     "route_scale": ({"route_scale": "x"}, "route_scale: given str 'x', expected a finite number"),
     "shared_ffn": ({"shared_ffn": -1}, "shared_ffn: given -1, expected an integer >= 0"),
     "save": ({"save": "all"}, "save: given 'all', expected one of 'rows', 'inputs', 'tokens'"),
+    "overlap": ({"overlap": ["combine"]}, r"overlap: given \['combine'\], expected True, False, or a collection"),
+    "one overlap": ({"overlap": "reduce"}, "overlap: given 'reduce', expected True, False, or a collection"),
     "B": ({"B": 1}, "B: given 1, expected at least 4: every redundant expert has a gradient"),
     "token_padding": ({"token_padding": 0}, "token_padding: given 0, expected an integer >= 1"),
     "balance": ({"balance": "often"}, "balance: given 'often', expected"),
@@ -697,6 +699,41 @@ def test_a_layer_that_does_not_go_with_its_buffer_is_refused_on_all_ranks(ranks,
     else:
         assert_refused([first for first, _ in results], expected)
     assert [good[0] for _, good in results] == ["", ""]
+
+
+def count_calls(overlap: Any) -> list[tuple[int, bool]]:
+    """A step. -> prefetch in forward, in backward, and reduce: how often it is called, and whether beside other work"""
+    layer = make_layer(3, overlap=overlap)
+    counts = {"prefetch": [], "reduce": []}
+    for name, calls in counts.items():
+        method = getattr(layer.buffer, name)
+
+        def count(plan: Any, pool: Any, async_finish: bool = False, calls=calls, method=method, **options: Any) -> Any:
+            calls.append(async_finish)
+            return method(plan, pool, async_finish, **options)
+
+        setattr(layer.buffer, name, count)
+    y = layer(torch.ones(S, H, requires_grad=True))
+    forward = counts["prefetch"].copy()
+    for slots in layer.pool._slots[0].values():
+        slots.holder = None  # another layer has used them
+    y.sum().backward()
+    backward = counts["prefetch"][len(forward) :]
+    return [(len(calls), all(calls)) for calls in (forward, backward, counts["reduce"])]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "prefetch", "reduce"),
+    [
+        (True, (3, True), (1, True)),
+        (False, (1, False), (1, False)),
+        (["prefetch"], (3, True), (1, False)),
+        ({"reduce", "shared"}, (1, False), (1, True)),
+        ((), (1, False), (1, False)),
+    ],
+)
+def test_what_runs_beside_other_work_can_be_chosen(ranks, overlap, prefetch, reduce):
+    assert ranks(2).run(count_calls, overlap) == [[prefetch, prefetch, reduce]] * 2
 
 
 BAD_CALLS: dict[str, tuple[str, dict[str, Any], str]] = {

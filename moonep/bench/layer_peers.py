@@ -5,9 +5,9 @@ All use the same home experts' weights and add to the same fp32 gradients: those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 import moonep
+from moonep.bench.comparison import PAYLOAD_SEED
 from moonep.bench.layer_gate import Input, Result
 from moonep.bench.layer_movers import AllToAllMover, DeepEPMover, Mover, routed_experts
 from moonep.bench.layer_world import LayerWorld
 from moonep.nn import RoutedExperts
+from moonep.nn.beside import start
+from moonep.nn.layer import PREFETCH, REDUCE
+from moonep.nn.moe import SharedExpert
 from moonep.plan import Plan
 from moonep.weights import PROJECTIONS
 
@@ -38,6 +42,9 @@ class Layer(Protocol):
     def count(self, batch: Input) -> dict[str, int]:
         """What this rank computes: `rows`, with padding, and in MoonEP `copies` of other ranks' experts."""
 
+    def parameters(self) -> Sequence[Tensor]:
+        """What has gradients of its own: not tokens, not route weights, not the pool's experts."""
+
     def close(self) -> None:
         """Give memory back."""
 
@@ -50,7 +57,7 @@ class MoonEPLayer:
         save, overlap: as for `RoutedExperts`.
     """
 
-    def __init__(self, world: LayerWorld, save: str, overlap: bool = True):
+    def __init__(self, world: LayerWorld, save: str, overlap: bool | Collection[str] = True):
         self.pool, self.buffer, self.save = world.pool, world.buffer, save
         self.routed = RoutedExperts(world.buffer, world.pool, overlap=overlap)
 
@@ -84,8 +91,42 @@ class MoonEPLayer:
         with patch.object(pool, "fill_slots", keep_slots), patch.object(self.buffer, "reduce", keep_gradients):
             yield
 
+    def parameters(self) -> Sequence[Tensor]:
+        return ()
+
     def close(self) -> None:
         pass
+
+
+class SharedLayer(MoonEPLayer):
+    """`MoonEPLayer` with a shared expert as wide as one of the others.
+
+    Args:
+        world: with pool and Buffer.
+        beside: whether the shared expert runs beside the others.
+    """
+
+    def __init__(self, world: LayerWorld, beside: bool):
+        super().__init__(world, "rows")
+        H, F = world.pool.local["gate"].shape[1:]
+        self.beside, self.shared = beside, SharedExpert(H, F).to(world.device, world.dtype)
+        generator = torch.Generator(world.device).manual_seed(PAYLOAD_SEED)
+        with torch.no_grad():
+            for weight in self.shared.parameters():
+                weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
+
+    def forward(self, batch: Input) -> Tensor:
+        shared = start(self.shared, batch.hidden, beside=self.beside)
+        return super().forward(batch) + shared()
+
+    def add_shared(self, want: Result, batch: Input) -> Result:
+        """What must come of it, if `want` must come of the other experts."""
+        output = self.shared(batch.hidden)
+        (grad_hidden,) = torch.autograd.grad(output, batch.hidden, batch.grad)
+        return replace(want, output=want.output + output.detach(), grad_hidden=want.grad_hidden + grad_hidden)
+
+    def parameters(self) -> Sequence[Tensor]:
+        return list(self.shared.parameters())
 
 
 class PeerLayer:
@@ -109,6 +150,9 @@ class PeerLayer:
 
     def count(self, batch: Input) -> dict[str, int]:
         return {"rows": len(self.mover.send(batch.hidden.detach(), batch.route_weights.detach(), batch.ids).rows)}
+
+    def parameters(self) -> Sequence[Tensor]:
+        return ()
 
     def close(self) -> None:
         if isinstance(self.mover, DeepEPMover):
@@ -134,18 +178,28 @@ LAYERS = {
     "moonep": Kind("moonep", "rows", (*_PARTS, NO_PREFETCH), lambda w: MoonEPLayer(w, "rows")),
     "all_to_all": Kind("all_to_all", "unpadded", _PARTS, lambda w: _all_to_all(w, 1)),
     "deepep_v2": Kind("deepep_v2", "padded", _PARTS, lambda w: PeerLayer(w, DeepEPMover(w))),
-    "moonep_in_turn": Kind("moonep", "in turn", (LAYER,), lambda w: MoonEPLayer(w, "rows", overlap=False)),
     "moonep_tokens": Kind("moonep", "tokens", (LAYER,), lambda w: MoonEPLayer(w, "tokens")),
     "all_to_all_padded": Kind("all_to_all", "padded", (LAYER,), lambda w: _all_to_all(w, w.buffer.dims.P)),
 }
 """By name. `variant` is what MoonEP saves for backward, and whether a peer pads its groups."""
+
+OVERLAPS = {
+    "all_beside": Kind("moonep", "all beside", (LAYER,), lambda w: MoonEPLayer(w, "rows")),
+    "in_turn": Kind("moonep", "in turn", (LAYER,), lambda w: MoonEPLayer(w, "rows", [])),
+    "prefetch_beside": Kind("moonep", "prefetch beside", (LAYER,), lambda w: MoonEPLayer(w, "rows", [PREFETCH])),
+    "reduce_beside": Kind("moonep", "reduce beside", (LAYER,), lambda w: MoonEPLayer(w, "rows", [REDUCE])),
+    "shared_beside": Kind("moonep", "shared beside", (LAYER,), lambda w: SharedLayer(w, beside=True)),
+    "shared_in_turn": Kind("moonep", "shared in turn", (LAYER,), lambda w: SharedLayer(w, beside=False)),
+}
+"""The same layer; `variant` is what runs beside other work."""
 
 
 def run_layer(layer: Layer, batch: Input) -> tuple[Tensor, ...]:
     """Forward and backward: output, and gradients of tokens and route weights. Adds weight gradients to the pool's."""
     output = layer.forward(batch)
     layer.before_backward()
-    return output, *torch.autograd.grad(output, (batch.hidden, batch.route_weights), batch.grad)
+    inputs = (batch.hidden, batch.route_weights, *layer.parameters())
+    return output, *torch.autograd.grad(output, inputs, batch.grad)[:2]
 
 
 def result_of(layer: Layer, batch: Input, pool: moonep.ExpertPool, meet: Callable[[], None]) -> Result:

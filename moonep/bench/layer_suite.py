@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from moonep.bench.comparison import Comparison
 from moonep.bench.layer_memory import PeakMemory
+from moonep.bench.layer_peers import OVERLAPS
 from moonep.bench.layers import Layers
 from moonep.bench.loading import Loading
 from moonep.bench.products import Products
@@ -24,6 +26,11 @@ BIASES = {"cuda": (0.0, 0.015, 0.018), "cpu": (0.0, 0.01)}
 def products_routing(R: int, seed: int) -> Routing:
     """Skewed as far as there are ranks for it."""
     return Routing("hot_rank", PRODUCTS_IMBALANCE, seed) if R > 1 else Routing("lognormal", 1.0, seed)
+
+
+def _most_skewed(routings: Sequence[Routing]) -> Routing:
+    """Of one kind: ranks come before experts."""
+    return max(routings, key=lambda routing: (routing.kind == "hot_rank", routing.value))
 
 
 def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int) -> list[Comparison]:
@@ -51,6 +58,7 @@ def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int)
             Products(**same, routings=(skewed,)),
             Loading(**same, routings=(skewed,)),
             *([replace(layers, S=few, routings=(skewed,), peers=DENSE_PEERS)] if few < layers.S else []),
+            replace(layers, routings=(_most_skewed(routings),), peers=tuple(OVERLAPS)),
             PeakMemory(**same, routings=(Routing("hot_rank", 1.0, c.seed),), steps=steps),
             small_transformer(device, c, R, samples),
         ]

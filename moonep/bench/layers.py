@@ -14,10 +14,22 @@ from moonep.bench.comparison import Checked, Line
 from moonep.bench.hosts import GateError, Hosts
 from moonep.bench.layer_gate import DENSE_TOLERANCE, TOLERANCE, Input, Result, check_result, dense_result
 from moonep.bench.layer_movers import AllToAllMover
-from moonep.bench.layer_peers import LAYERS, Layer, MoonEPLayer, PeerLayer, make_calls, result_of, run_layer
+from moonep.bench.layer_peers import (
+    LAYERS,
+    NO_PREFETCH,
+    OVERLAPS,
+    Layer,
+    MoonEPLayer,
+    PeerLayer,
+    SharedLayer,
+    make_calls,
+    result_of,
+    run_layer,
+)
 from moonep.bench.layer_world import LayerComparison, LayerWorld, make_input, meeting
 from moonep.bench.routings import Routing
 
+KINDS = LAYERS | OVERLAPS
 # Multiplications of a projection: up to here layers are compared with a dense one, too.
 DENSE_WORK = {"cuda": 1 << 37, "cpu": 1 << 30}
 
@@ -35,20 +47,20 @@ class Layers(LayerComparison):
     """Layers of routed experts. Letters: `moonep.dims`.
 
     Attributes:
-        peers: names in `LAYERS`.
+        peers: names in `LAYERS` or `OVERLAPS`.
     """
 
     peers: tuple[str, ...] = tuple(LAYERS)
 
     def operations(self, name: str) -> tuple[str, ...]:
-        return LAYERS[name].operations
+        return KINDS[name].operations
 
     def line(self, R: int, name: str, operation: str, routing: Routing) -> Line:
-        kind = LAYERS[name]
+        kind = KINDS[name]
         return {**super().line(R, name, operation, routing), "peer": kind.peer, "variant": kind.variant}
 
     def open_peer(self, name: str, world: LayerWorld) -> Layer:
-        return LAYERS[name].open(world)
+        return KINDS[name].open(world)
 
     def make_batch(self, world: LayerWorld, routing: Routing, hosts: Hosts) -> tuple[LayerBatch, Line]:
         batch, about = make_input(world, routing, hosts)
@@ -65,11 +77,15 @@ class Layers(LayerComparison):
     def check(self, world: LayerWorld, name: str, peer: Layer, batch: LayerBatch, hosts: Hosts) -> Checked:
         got = result_of(peer, batch, world.pool, meeting(world, hosts))
         world.buffer.check()
-        errors = {"all_to_all": check_result(got, batch.want, TOLERANCE)}
+        wanted = {"all_to_all": (batch.want, TOLERANCE)}
         if batch.dense is not None:
-            errors["dense"] = check_result(got, batch.dense, DENSE_TOLERANCE)
+            wanted["dense"] = (batch.dense, DENSE_TOLERANCE)
+        errors = {}
+        for layer, (want, tolerance) in wanted.items():
+            all_of_it = peer.add_shared(want, batch) if isinstance(peer, SharedLayer) else want
+            errors[layer] = check_result(got, all_of_it, tolerance)
         hosts.meet()  # what a rank finds wrong, its peers hear of here, and not in the middle of a layer
-        if isinstance(peer, MoonEPLayer):
+        if isinstance(peer, MoonEPLayer) and NO_PREFETCH in self.operations(name):
             check_in_place(peer, batch)
         hosts.meet()
         counts = hosts.exchange(peer.count(batch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from moonep.arguments import check_count, check_slot_set
 from moonep.buffer import PAYLOAD_DTYPES, Buffer
 from moonep.dims import ROW_ALIGNMENT_BYTES, Balance, Dims
 from moonep.memory.peers import Peers
-from moonep.nn.checks import check_choice, check_number, check_type
-from moonep.nn.layer import SAVE
+from moonep.nn.checks import check_choice, check_number, check_type, chosen
+from moonep.nn.layer import OVERLAP, SAVE
 from moonep.nn.router import SCORES, check_choices
 
 _NAMES = {"S": "max_tokens", "H": "hidden", "K": "top_k", "E": "num_experts", "num_ep_ranks": "group"}
@@ -25,7 +26,7 @@ def agree_on_buffer(peers: Peers, buffer: Buffer | None, timeout_s: float, given
     Args:
         peers: of the group.
         buffer, timeout_s: of `MoE`.
-        given: its other arguments but `group` and `overlap`, by name.
+        given: its other arguments but `group`, by name.
 
     Returns:
         The Buffer; if none was given, the one that layers of these sizes share in the group, made when there is none.
@@ -79,6 +80,7 @@ def _check(
     slot_sets: int,
     backend: str | None,
     seed: int,
+    overlap: bool | Collection[str],
 ) -> dict[str, Any]:
     """Arguments of `MoE`. -> what must be equal on all ranks"""
     same: dict[str, Any] = {"hidden": hidden, "num_experts": num_experts, "top_k": top_k}
@@ -89,6 +91,7 @@ def _check(
     check_slot_set(slot_set, slot_sets)
     check_choice("router", router, SCORES)
     check_choice("save", save, SAVE)
+    chosen("overlap", overlap, OVERLAP)  # may differ by rank
     check_number("route_scale", route_scale)
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"seed: given {seed!r}, expected an integer of 64 bits")

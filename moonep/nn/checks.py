@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import UnionType
 from typing import Any
 
@@ -18,6 +18,17 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """One of these words."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: given {value!r}, expected one of {', '.join(map(repr, choices))}")
+
+
+def chosen(name: str, value: Any, choices: tuple[str, ...]) -> frozenset[str]:
+    """True: all of these words; False: none; or some of them."""
+    if isinstance(value, bool):
+        return frozenset(choices if value else ())
+    some = isinstance(value, Collection) and not isinstance(value, str)
+    if not some or not all(isinstance(word, str) and word in choices for word in value):
+        words = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}: given {value!r}, expected True, False, or a collection of some of {words}")
+    return frozenset(value)
 
 
 def check_number(name: str, value: object, least: float | None = None) -> None:

@@ -4,14 +4,15 @@
     backward   dispatch | prefetch beside own experts | slots' experts | weight gradients |
                reduce beside the gradient of the rows | combine
 
-What is beside something runs on the Buffer's communication stream. Prefetch is awaited before a slot is read. Weight
-gradients are made before the gradient of the rows, so that those of redundant experts travel meanwhile; combine follows
-the reduction, as operations of a Buffer follow each other, so nothing else has to wait for it.
+What is beside something runs on the Buffer's communication stream, if `overlap` names it. Prefetch is awaited before a
+slot is read. Weight gradients are made before the gradient of the rows, so that those of redundant experts travel
+meanwhile; combine follows the reduction, as operations of a Buffer follow each other, so nothing else has to wait for
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ from moonep.pool import ExpertPool
 ROWS, INPUTS, TOKENS, NOTHING = "rows", "inputs", "tokens", "nothing"
 SAVE = (ROWS, INPUTS, TOKENS)
 
+# What can run beside other work: weights of redundant experts, their gradients, and, in a `MoE`, the shared expert.
+PREFETCH, REDUCE, SHARED = "prefetch", "reduce", "shared"
+OVERLAP = (PREFETCH, REDUCE, SHARED)
+
 
 @torch.no_grad()
 def forward(
@@ -37,7 +42,7 @@ def forward(
     *,
     slot_set: int,
     save: str,
-    overlap: bool,
+    overlap: Collection[str],
 ) -> tuple[Tensor, list[Tensor], Plan]:
     """Send tokens through their experts. Collective.
 
@@ -45,7 +50,7 @@ def forward(
         buffer, pool, slot_set: of the layer.
         hidden, route_weights, topk_experts: of `Buffer.dispatch`.
         save: ROWS, INPUTS, TOKENS or NOTHING.
-        overlap: prefetch beside own experts.
+        overlap: of OVERLAP; PREFETCH: beside own experts.
 
     Returns:
         Output [s, H]; what backward needs: (rows [C, H], route weights [C]), and, if `save` is ROWS, (rows times gate,
@@ -75,14 +80,14 @@ def backward(
     *,
     slot_set: int,
     save: str,
-    overlap: bool,
+    overlap: Collection[str],
 ) -> tuple[Tensor, Tensor]:
     """The backward of `forward`: adds weight gradients to the pool's, and redundant experts' go home. Collective.
 
     Args:
         buffer, pool, plan, saved, slot_set, save: of `forward`.
         grad_output: [s, H].
-        overlap: prefetch beside own experts, and reduce beside the gradient of the rows.
+        overlap: of OVERLAP; PREFETCH: beside own experts; REDUCE: beside the gradient of the rows.
 
     Returns:
         Gradients of tokens [s, H] and of route weights [s, K] fp32.
@@ -104,7 +109,7 @@ def backward(
 
     def reduce() -> None:
         if pool.grads:
-            buffer.reduce(plan, pool, async_finish=overlap, slot_set=slot_set)
+            buffer.reduce(plan, pool, async_finish=REDUCE in overlap, slot_set=slot_set)
 
     grads = differentiate_rows(
         pool, plan, slot_set, grad_rows, rows, row_weights, products, in_place=True, ready=ready, weights_done=reduce
@@ -115,10 +120,10 @@ def backward(
 
 
 def _prefetch(
-    buffer: Buffer, plan: Plan, pool: ExpertPool, slot_set: int, overlap: bool, order: Sequence[str]
+    buffer: Buffer, plan: Plan, pool: ExpertPool, slot_set: int, overlap: Collection[str], order: Sequence[str]
 ) -> grouped.Ready | None:
     """Fill the slots: what is used first comes first. Returns what waits for a projection's; None: no need to."""
-    if not overlap or buffer.dims.max_redundant == 0:
+    if PREFETCH not in overlap or buffer.dims.max_redundant == 0:
         buffer.prefetch(plan, pool, slot_set=slot_set)
         return None
     events = {name: buffer.prefetch(plan, pool, True, slot_set=slot_set, projections=[name]) for name in order}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from moonep.errors import NotCopied
 from moonep.memory.peers import Peers
 from moonep.nn.agreement import agree_on_buffer
 from moonep.nn.beside import start
+from moonep.nn.layer import SHARED
 from moonep.nn.routed import RoutedExperts
 from moonep.nn.router import Router
 from moonep.nn.training import exclude_experts_from_ddp
@@ -47,8 +48,8 @@ class MoE(NotCopied, nn.Module):
             sums both's gradients over ranks (an all-reduce).
         save: what backward needs: "rows" keeps the rows that arrived and the activations; "inputs" keeps the rows, and
             computes activations again; "tokens" keeps only the tokens, and dispatches them again, too.
-        overlap: communication of redundant experts, and on GPUs the shared expert, beside other work; see
-            `RoutedExperts`.
+        overlap: what runs beside other work: see `RoutedExperts`; "shared": on GPUs, the shared expert beside routed
+            ones.
         B, token_padding, balance, timeout_s, backend: see `Buffer`.
         slot_set, slot_sets: which of how many slot sets this layer uses.
         seed: of the initial weights: equal for any number of ranks.
@@ -96,7 +97,7 @@ class MoE(NotCopied, nn.Module):
         route_scale: float = 1.0,
         shared_ffn: int = 0,
         save: str = "rows",
-        overlap: bool = True,
+        overlap: bool | Collection[str] = True,
         B: int | None = None,
         token_padding: int = 128,
         balance: str | float = "exact",
@@ -112,7 +113,7 @@ class MoE(NotCopied, nn.Module):
         given |= {"num_experts": num_experts, "top_k": top_k, "max_tokens": max_tokens}
         given |= {"dtype": dtype, "router": router, "normalize_topk": normalize_topk, "route_scale": route_scale}
         given |= {"shared_ffn": shared_ffn, "save": save, "B": B, "token_padding": token_padding, "balance": balance}
-        given |= {"slot_set": slot_set, "slot_sets": slot_sets, "backend": backend, "seed": seed}
+        given |= {"slot_set": slot_set, "slot_sets": slot_sets, "backend": backend, "seed": seed, "overlap": overlap}
         self.buffer = buffer = agree_on_buffer(peers, buffer, timeout_s, given)
         self.save, self.slot_set = save, slot_set
         self.router = Router(hidden, num_experts, top_k, score=router, normalize=normalize_topk, scale=route_scale)
@@ -129,6 +130,7 @@ class MoE(NotCopied, nn.Module):
             timeout_s=timeout_s,
         )
         self.routed = RoutedExperts(buffer, self.pool, overlap=overlap)
+        self._beside = SHARED in self.routed.overlap
         self.experts = nn.ParameterDict(self.pool.master)
         device = self.pool.local["gate"].device
         self.router.to(device)
@@ -189,7 +191,7 @@ class MoE(NotCopied, nn.Module):
         if not torch.compiler.is_compiling() and len(tokens) > S:
             return self.routed.refuse("x", x, f"at most max_tokens = {S} tokens")
         ids, weights, self.aux_loss = self.router(tokens)
-        shared = None if self.shared is None else start(self.shared, tokens, beside=self.routed.overlap)
+        shared = None if self.shared is None else start(self.shared, tokens, beside=self._beside)
         payload = tokens.to(self.buffer.dtype)
         output, load = self.routed(payload, weights, ids, slot_set=self.slot_set, save=self.save)
         output = output.to(x.dtype)

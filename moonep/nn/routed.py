@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from moonep.arguments import describe
 from moonep.buffer import Buffer
 from moonep.errors import NotCopied
 from moonep.nn import functional, layer, operators
-from moonep.nn.checks import check_choice, check_or_refuse, check_tokens, check_type
+from moonep.nn.checks import check_choice, check_or_refuse, check_tokens, check_type, chosen
 from moonep.nn.experts import check_pool
 from moonep.nn.graphs import outside_graphs
 from moonep.plan import Plan
@@ -40,23 +40,25 @@ class RoutedExperts(NotCopied):
     Args:
         buffer: of this layer shape.
         pool: with projections gate [H, F], up [H, F], down [F, H].
-        overlap: weights of redundant experts arrive while own experts work, and their gradients leave while the
-            gradient of the rows is made; False: one after the other. Results are equal, bit for bit.
+        overlap: what runs beside other work; True: all, False: nothing, or some of these names. "prefetch": weights of
+            redundant experts arrive while own experts work. "reduce": their gradients leave while the gradient of the
+            rows is made. "shared": for `MoE`. Results are equal, bit for bit.
 
     Attributes:
-        buffer, pool, overlap: as given.
+        buffer, pool: as given.
+        overlap: the names.
         plan: of the last call; None before the first.
 
     Raises:
-        ValueError: the pool does not go with the Buffer, or cannot hold gradients of all redundant experts. Peers raise
-            PeerError in their next call.
+        ValueError: the pool does not go with the Buffer, or cannot hold gradients of all redundant experts, or a bad
+            `overlap`. Peers raise PeerError in their next call.
     """
 
-    def __init__(self, buffer: Buffer, pool: ExpertPool, *, overlap: bool = True):
+    def __init__(self, buffer: Buffer, pool: ExpertPool, *, overlap: bool | Collection[str] = True):
         check_type("buffer", buffer, Buffer, "a Buffer")
-        check_or_refuse(buffer, "dispatch", _check_pair, buffer, pool)
+        check_or_refuse(buffer, "dispatch", _check_pair, buffer, pool, overlap)
         d, F = buffer.dims, pool.local["gate"].shape[2]
-        self.buffer, self.pool, self.overlap = buffer, pool, overlap
+        self.buffer, self.pool, self.overlap = buffer, pool, chosen("overlap", overlap, layer.OVERLAP)
         self._number, self._anchor = operators.register(self), functional.make_anchor(pool.local["gate"].device)
         self._sizes = [d.R, d.E, d.B, d.C, d.S, F]
         self._plan: Plan | list[Tensor] | None = None
@@ -182,9 +184,10 @@ class RoutedExperts(NotCopied):
 _refuse = outside_graphs(Buffer.refuse)
 
 
-def _check_pair(buffer: Buffer, pool: ExpertPool) -> None:
-    """Raise a ValueError unless the pool goes with the Buffer."""
+def _check_pair(buffer: Buffer, pool: ExpertPool, overlap: object) -> None:
+    """Raise a ValueError unless the pool goes with the Buffer, and the names are names."""
     H = buffer.dims.H
+    chosen("overlap", overlap, layer.OVERLAP)
     check_pool(pool, buffer.dims)
     for p in pool.projections:
         if p.dtype != buffer.dtype:
