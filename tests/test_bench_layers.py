@@ -60,7 +60,10 @@ def lines_of(comparison: Comparison, number: int, spoil: str | None = None) -> l
         "reduction": ("moonep.Buffer.reduce", lambda _: lost),
         "weight gradient": ("moonep.nn.products.TorchProducts.add_weight_grad", lambda _: doubled),
         "shared": ("moonep.bench.layer_peers.start", lambda _: lambda function, x, *, beside: lambda: 2 * function(x)),
-        "loading": ("moonep.ExpertPool.load_local", lambda _: lambda self, tensors: None),
+        "loading": (
+            "moonep.ExpertPool.load_local",
+            lambda load: lambda self, tensors: load(self, {name: t for name, t in tensors.items() if name != "down"}),
+        ),
         "loss": (
             "moonep.bench.transformer_layers.GroupedMoE.forward",
             lambda forward: lambda self, x: forward(self, x) * 9,
@@ -94,6 +97,53 @@ def test_every_layer_is_gated_and_timed_and_a_missing_library_is_named(ranks):
     assert hot["moonep"]["copies"] > 0 and hot["moonep"]["rank_imbalance"] == pytest.approx(1.5, rel=0.03)
     unpadded = [line["rows"] for line in timed if line["variant"] == "unpadded" and line["routing"]["value"] == 1.5]
     assert set(unpadded) == {72}  # the hot rank's own assignments
+
+
+def open_overlaps() -> dict[str, tuple[set[str], int]]:
+    """What overlaps, and how many weights of its own have gradients when it runs, by kind."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = LAYER.open(rank, size, torch.device("cpu"))
+    batch, _ = make_input(world, HOT, Hosts(rank, size, 20.0, "overlaps"))
+    found = {}
+    for name, kind in OVERLAPS.items():
+        layer, differentiated = kind.open(world), []
+        assert isinstance(layer, MoonEPLayer)
+        for weight in layer.parameters():
+            assert isinstance(weight, torch.nn.Parameter)
+            weight.register_hook(differentiated.append)
+        run_layer(layer, batch)
+        found[name] = set(layer.routed.overlap), len(differentiated)
+    return found
+
+
+def test_overlaps_are_what_they_are_called(ranks):
+    both = {"prefetch", "reduce"}
+    assert ranks(2).run(open_overlaps) == 2 * [
+        {
+            "all_beside": ({*both, "shared"}, 0),
+            "in_turn": (set(), 0),
+            "prefetch_beside": ({"prefetch"}, 0),
+            "reduce_beside": ({"reduce"}, 0),
+            "shared_beside": ({*both, "shared"}, 3),
+            "shared_in_turn": (both, 3),
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("imbalance", "maxvio", "want"),
+    [
+        ((1.0, 1.9), (10.0,), ("hot_rank", 1.9)),
+        ((1.0,), (0.2, 10.0), ("lognormal", 10.0)),
+        ((1.0,), (), ("hot_rank", 1.0)),
+    ],
+)
+def test_overlaps_are_measured_with_the_most_skewed_routing(imbalance, maxvio, want):
+    for R, peers in ((2, tuple(OVERLAPS)), (1, ("shared_beside", "shared_in_turn"))):
+        compared = compare_layers(sweep(imbalance=imbalance, maxvio=maxvio), R, "cpu", 2, 9)
+        (overlaps,) = [c for c in compared if set(c.peers) <= set(OVERLAPS)]
+        assert overlaps.peers == peers
+        assert [(routing.kind, routing.value) for routing in overlaps.routings] == [want]
 
 
 def test_what_overlaps_is_timed_one_by_one_and_the_shared_expert_is_checked_too(ranks):
@@ -139,7 +189,7 @@ def test_loading_of_weights_is_checked_and_timed(ranks):
     assert line["operation"] == "load_local" and line["median_us"] > 0
     assert line["physical_bytes"] == 4 * 3 * 16 * 8 * 2 * 2, "experts, projections, H, F, bytes, read and written"
     (line,) = ranks(2).run(lines_of, loading, 211, "loading")[0]
-    assert "load_local, gate" in line["gate"] and "median_us" not in line
+    assert "load_local, down" in line["gate"] and "median_us" not in line
 
 
 def test_memory_is_not_told_without_a_gpu(ranks):
@@ -408,6 +458,8 @@ def test_the_figure_of_layers_is_drawn_from_results(tmp_path):
     plot = load("plot")
     assert [path.name for path in plot.draw_all(made_up_lines(), tmp_path, "png")] == ["layers.png"]
     assert (tmp_path / "layers.png").stat().st_size > 1000
+    drawn = [text.get_text() for text in plot.draw_layers(made_up_lines()).axes[-1].get_legend().get_texts()]
+    assert "moonep, rows" in drawn and not any("beside" in text for text in drawn), "one routing makes no curve"
     without_sweep = [line for line in made_up_lines() if line["routing"]["value"] == 1.9]
     assert plot.draw_all(without_sweep, tmp_path, "png") == []
 

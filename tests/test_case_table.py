@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillRunning
 from pathlib import Path
 
 import pytest
@@ -55,8 +57,7 @@ def test_outcomes_of_several_runs_are_one_table(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(TESTS)
     run_pytest(tmp_path, "-k", "ran0")
-    with ThreadPoolExecutor() as together:
-        list(together.map(lambda chosen: run_pytest(tmp_path, "-k", chosen), ["ran1", "ran2"]))
+    run_pytest(tmp_path, "-k", "ran1 or ran2")
     assert (tmp_path / "cases.md").read_text() == TABLE
     lines = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
     assert [(line["case"], line["passed"], line["failed"]) for line in lines] == [
@@ -64,3 +65,21 @@ def test_outcomes_of_several_runs_are_one_table(tmp_path):
         ("one-token", 0, ["test_rows", "test_plans"]),
         ("odd-sizes", 1, ["test_plans"]),
     ]
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_another_that_writes_the_table(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    other = '{"case": "one-token", "setting": "cuda, R = 2", "passed": 12, "failed": []}\n'
+    with ThreadPoolExecutor() as beside, (tmp_path / "cases.jsonl").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        run = beside.submit(run_pytest, tmp_path, "-k", "ran1")
+        with pytest.raises(StillRunning):
+            run.result(timeout=6)
+        file.write(other)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_UN)
+        run.result()
+    assert other in (tmp_path / "cases.jsonl").read_text()
+    assert "| one-token | 2 passed | 12 passed |" in (tmp_path / "cases.md").read_text()

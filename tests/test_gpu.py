@@ -214,7 +214,7 @@ def watch_memory(save: str) -> tuple[set[int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("save", ["rows", "inputs", "tokens"])
-def test_steps_after_the_first_take_no_memory_whatever_the_router_does(ranks, save):
+def test_steps_after_the_first_three_take_no_memory_whatever_the_router_does(ranks, save):
     for peaks, asked in ranks(2).run(watch_memory, save):
         assert len(peaks) == 1, f"allocated at most: {sorted(peaks)}"
         assert not any(asked.values()), asked

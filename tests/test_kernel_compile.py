@@ -139,8 +139,11 @@ def test_weight_gradients_on_hopper_are_added_by_the_copy_engine(dtype):
     teams = bulk_grads.TEAMS.value
     assert ptx.count("wgmma.mma_async") == teams * bulk_grads.DEPTH // 16, "one a step of 16, of all columns"
     assert ptx.count("cp.reduce.async.bulk.tensor") == teams * bulk_grads.PARTS.value
+    inits = re.findall(r"mbarrier.init\S* \[\S+\], (\d+);", ptx)
+    waited_for = bulk_grads.STAGES + bulk_grads.TOLD.value  # full and said by the loader, empty and heard by each team
+    assert sorted(inits) == ["1"] * waited_for + [str(teams)] * waited_for
     assert compiled.metadata.shared <= 227 * 1024
-    assert "ld.local" not in ptx
+    assert not re.search(r"\b(STL|LDL)\b", compiled.asm["sass"]), "registers are spilled"
 
 
 def call_products(dtype: torch.dtype, major: int, G: int = 6) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -630,6 +631,7 @@ BAD_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
     "shared_ffn": ({"shared_ffn": -1}, "shared_ffn: given -1, expected an integer >= 0"),
     "save": ({"save": "all"}, "save: given 'all', expected one of 'rows', 'inputs', 'tokens'"),
     "overlap": ({"overlap": ["combine"]}, r"overlap: given \['combine'\], expected True, False, or a collection"),
+    "mapped overlap": ({"overlap": {"reduce": False}}, "overlap: given {'reduce': False}, expected True, False, or"),
     "one overlap": ({"overlap": "reduce"}, "overlap: given 'reduce', expected True, False, or a collection"),
     "B": ({"B": 1}, "B: given 1, expected at least 4: every redundant expert has a gradient"),
     "token_padding": ({"token_padding": 0}, "token_padding: given 0, expected an integer >= 1"),
@@ -702,10 +704,11 @@ def test_a_layer_that_does_not_go_with_its_buffer_is_refused_on_all_ranks(ranks,
 
 
 def count_calls(overlap: Any) -> list[tuple[int, bool]]:
-    """A step. -> prefetch in forward, in backward, and reduce: how often it is called, and whether beside other work"""
-    layer = make_layer(3, overlap=overlap)
-    counts = {"prefetch": [], "reduce": []}
-    for name, calls in counts.items():
+    """A step. -> prefetch in forward, in backward, reduce, shared: how often it is called, whether beside other work"""
+    layer = make_layer(3, overlap=overlap, shared_ffn=8)
+    counts: dict[str, list[bool]] = {"prefetch": [], "reduce": [], "shared": []}
+    for name in ("prefetch", "reduce"):
+        calls = counts[name]
         method = getattr(layer.buffer, name)
 
         def count(plan: Any, pool: Any, async_finish: bool = False, calls=calls, method=method, **options: Any) -> Any:
@@ -713,27 +716,33 @@ def count_calls(overlap: Any) -> list[tuple[int, bool]]:
             return method(plan, pool, async_finish, **options)
 
         setattr(layer.buffer, name, count)
-    y = layer(torch.ones(S, H, requires_grad=True))
+
+    def start(function: Any, x: Tensor, *, beside: bool) -> Any:
+        counts["shared"].append(beside)
+        return lambda: function(x)
+
+    with patch("moonep.nn.moe.start", start):
+        y = layer(torch.ones(S, H, requires_grad=True))
     forward = counts["prefetch"].copy()
     for slots in layer.pool._slots[0].values():
         slots.holder = None  # another layer has used them
     y.sum().backward()
     backward = counts["prefetch"][len(forward) :]
-    return [(len(calls), all(calls)) for calls in (forward, backward, counts["reduce"])]
+    return [(len(calls), all(calls)) for calls in (forward, backward, counts["reduce"], counts["shared"])]
 
 
 @pytest.mark.parametrize(
-    ("overlap", "prefetch", "reduce"),
+    ("overlap", "prefetch", "reduce", "shared"),
     [
-        (True, (3, True), (1, True)),
-        (False, (1, False), (1, False)),
-        (["prefetch"], (3, True), (1, False)),
-        ({"reduce", "shared"}, (1, False), (1, True)),
-        ((), (1, False), (1, False)),
+        (True, (3, True), (1, True), (1, True)),
+        (False, (1, False), (1, False), (1, False)),
+        (["prefetch"], (3, True), (1, False), (1, False)),
+        ({"reduce", "shared"}, (1, False), (1, True), (1, True)),
+        ((), (1, False), (1, False), (1, False)),
     ],
 )
-def test_what_runs_beside_other_work_can_be_chosen(ranks, overlap, prefetch, reduce):
-    assert ranks(2).run(count_calls, overlap) == [[prefetch, prefetch, reduce]] * 2
+def test_what_runs_beside_other_work_can_be_chosen(ranks, overlap, prefetch, reduce, shared):
+    assert ranks(2).run(count_calls, overlap) == [[prefetch, prefetch, reduce, shared]] * 2
 
 
 BAD_CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -790,16 +799,23 @@ def test_a_bad_argument_of_one_rank_s_call_is_refused_on_all(ranks, name):
     assert_refused(ranks(2).run(call_badly, operation, bad), expected)
 
 
-def pair_badly() -> tuple[str, str, float]:
-    """Rank 1 gives routed experts a pool that does not go with the Buffer; rank 0 calls its own."""
+def pair_badly(bad: dict[str, Any]) -> tuple[str, str, float]:
+    """Rank 1 gives routed experts what they cannot take; rank 0 calls its own."""
     layer = make_layer(3, timeout_s=30.0)
     if dist.get_rank() == 1:
-        return end_of(lambda: RoutedExperts(layer.buffer, None))  # type: ignore[arg-type]
+        return end_of(lambda: RoutedExperts(layer.buffer, **{"pool": layer.pool, **bad}))
     return end_of(lambda: layer(torch.zeros(4, H)))
 
 
-def test_routed_experts_that_one_rank_could_not_make_are_heard_of_by_its_peers(ranks):
-    assert_refused(ranks(2).run(pair_badly), "pool: given NoneType, expected an ExpertPool")
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({"pool": None}, "pool: given NoneType, expected an ExpertPool"),
+        ({"overlap": None}, "overlap: given None, expected True, False, or a collection"),
+    ],
+)
+def test_routed_experts_that_one_rank_could_not_make_are_heard_of_by_its_peers(ranks, bad, expected):
+    assert_refused(ranks(2).run(pair_badly, bad), expected)
 
 
 @pytest.mark.parametrize(

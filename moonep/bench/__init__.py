@@ -27,6 +27,7 @@ layer_peers   the layers behind one interface, and what is timed of them
 layer_movers  the peers' layer: other ways to move rows, the same grouped products
 layer_gate    outputs and all gradients equal each other's, and a dense layer's
 products      the grouped products beside torch's
+loading       a rank's own experts into the pool
 layer_memory  memory over steps whose hot rank changes
 transformer   training steps of a small model, with layers of transformer_layers
 layer_goals   which lines measure the goals of layers

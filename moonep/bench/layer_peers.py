@@ -21,7 +21,7 @@ from moonep.bench.layer_movers import AllToAllMover, DeepEPMover, Mover, routed_
 from moonep.bench.layer_world import LayerWorld
 from moonep.nn import RoutedExperts
 from moonep.nn.beside import start
-from moonep.nn.layer import PREFETCH, REDUCE
+from moonep.nn.layer import OVERLAP, PREFETCH, REDUCE, SHARED
 from moonep.nn.moe import SharedExpert
 from moonep.plan import Plan
 from moonep.weights import PROJECTIONS
@@ -103,20 +103,20 @@ class SharedLayer(MoonEPLayer):
 
     Args:
         world: with pool and Buffer.
-        beside: whether the shared expert runs beside the others.
+        overlap: as for `MoE`.
     """
 
-    def __init__(self, world: LayerWorld, beside: bool):
-        super().__init__(world, "rows")
+    def __init__(self, world: LayerWorld, overlap: Collection[str]):
+        super().__init__(world, "rows", overlap)
         H, F = world.pool.local["gate"].shape[1:]
-        self.beside, self.shared = beside, SharedExpert(H, F).to(world.device, world.dtype)
+        self.shared = SharedExpert(H, F).to(world.device, world.dtype)
         generator = torch.Generator(world.device).manual_seed(PAYLOAD_SEED)
         with torch.no_grad():
             for weight in self.shared.parameters():
                 weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
 
     def forward(self, batch: Input) -> Tensor:
-        shared = start(self.shared, batch.hidden, beside=self.beside)
+        shared = start(self.shared, batch.hidden, beside=SHARED in self.routed.overlap)
         return super().forward(batch) + shared()
 
     def add_shared(self, want: Result, batch: Input) -> Result:
@@ -188,10 +188,12 @@ OVERLAPS = {
     "in_turn": Kind("moonep", "in turn", (LAYER,), lambda w: MoonEPLayer(w, "rows", [])),
     "prefetch_beside": Kind("moonep", "prefetch beside", (LAYER,), lambda w: MoonEPLayer(w, "rows", [PREFETCH])),
     "reduce_beside": Kind("moonep", "reduce beside", (LAYER,), lambda w: MoonEPLayer(w, "rows", [REDUCE])),
-    "shared_beside": Kind("moonep", "shared beside", (LAYER,), lambda w: SharedLayer(w, beside=True)),
-    "shared_in_turn": Kind("moonep", "shared in turn", (LAYER,), lambda w: SharedLayer(w, beside=False)),
+    "shared_beside": Kind("moonep", "shared beside", (LAYER,), lambda w: SharedLayer(w, OVERLAP)),
+    "shared_in_turn": Kind("moonep", "shared in turn", (LAYER,), lambda w: SharedLayer(w, [PREFETCH, REDUCE])),
 }
-"""The same layer; `variant` is what runs beside other work."""
+"""The same layer; `variant` is what runs beside other work. The last two have a shared expert."""
+OVERLAPS_OF_ONE_RANK = ("shared_beside", "shared_in_turn")
+"""Nothing is prefetched or reduced there."""
 
 
 def run_layer(layer: Layer, batch: Input) -> tuple[Tensor, ...]:

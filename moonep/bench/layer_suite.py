@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moonep.bench.comparison import Comparison
 from moonep.bench.layer_memory import PeakMemory
-from moonep.bench.layer_peers import OVERLAPS
+from moonep.bench.layer_peers import OVERLAPS, OVERLAPS_OF_ONE_RANK
 from moonep.bench.layers import Layers
 from moonep.bench.loading import Loading
 from moonep.bench.products import Products
@@ -29,8 +29,8 @@ def products_routing(R: int, seed: int) -> Routing:
 
 
 def _most_skewed(routings: Sequence[Routing]) -> Routing:
-    """Of one kind: ranks come before experts."""
-    return max(routings, key=lambda routing: (routing.kind == "hot_rank", routing.value))
+    """A hot rank before popular experts, but any of these before a hot rank that is not hot."""
+    return max(routings, key=lambda routing: (routing.kind == "hot_rank" and routing.value > 1, routing.value))
 
 
 def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int) -> list[Comparison]:
@@ -54,11 +54,12 @@ def compare_layers(chosen: Sweep, R: int, device: str, samples: int, steps: int)
     comparisons: list[Comparison] = [layers] if routings else []
     if routings:
         few = max(DENSE_TOKENS // R, 1)
+        overlaps = tuple(OVERLAPS) if R > 1 else OVERLAPS_OF_ONE_RANK
         comparisons += [
             Products(**same, routings=(skewed,)),
             Loading(**same, routings=(skewed,)),
             *([replace(layers, S=few, routings=(skewed,), peers=DENSE_PEERS)] if few < layers.S else []),
-            replace(layers, routings=(_most_skewed(routings),), peers=tuple(OVERLAPS)),
+            replace(layers, routings=(_most_skewed(routings),), peers=overlaps),
             PeakMemory(**same, routings=(Routing("hot_rank", 1.0, c.seed),), steps=steps),
             small_transformer(device, c, R, samples),
         ]

@@ -39,6 +39,7 @@ from moonep.kernels.launch import launch, varying
 
 STAGES, DEPTH = 8, 32  # steps along the sum whose operands are on their way, and the rows of one
 TEAMS = gl.constexpr(2)
+TILE = (64 * TEAMS.value, 256)  # an instruction multiplies 64 rows, of a team
 PARTS, BUFFERS = gl.constexpr(8), gl.constexpr(2)  # of a tile's columns, and a team's parts that are on their way
 TOLD = gl.constexpr(2)  # tiles that the loader can be ahead
 TURNS = gl.constexpr(32)
@@ -261,8 +262,9 @@ def _add_weight_grads_kernel(
 
 
 def takes(tiles: Tiles, x: Tensor, token_padding: int) -> bool:
-    """Whether rows can be multiplied by this kernel, on Hopper: two bytes a value, groups of whole steps."""
-    return x.dtype in DTYPES and token_padding % DEPTH == 0 and _CAN_ADD
+    """Whether rows can be multiplied by this kernel, on Hopper: two bytes a value, tiles and steps of its sizes."""
+    b = tiles.blocks
+    return x.dtype in DTYPES and (b.rows, b.columns) == TILE and token_padding % DEPTH == 0 and _CAN_ADD
 
 
 def add_weight_grad(tiles: Tiles, x: Tensor, grad_y: Tensor, grad: Tensor, token_padding: int, fresh: int = 0) -> None:

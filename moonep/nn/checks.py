@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import UnionType
 from typing import Any
 
@@ -24,7 +24,7 @@ def chosen(name: str, value: Any, choices: tuple[str, ...]) -> frozenset[str]:
     """True: all of these words; False: none; or some of them."""
     if isinstance(value, bool):
         return frozenset(choices if value else ())
-    some = isinstance(value, Collection) and not isinstance(value, str)
+    some = isinstance(value, Collection) and not isinstance(value, str | Mapping)
     if not some or not all(isinstance(word, str) and word in choices for word in value):
         words = ", ".join(map(repr, choices))
         raise ValueError(f"{name}: given {value!r}, expected True, False, or a collection of some of {words}")
