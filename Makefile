@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 CONTRACT := tests/test_contract.py
 GPU_PARTS := contract-R2 contract-R4 contract-R8 contract-rest layers kernels
 LAYER_TESTS := tests/test_gpu.py tests/test_compile.py
-TEST_GPU = PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(PYTEST)
+TEST_GPU = PYTHONPATH=. $(PYTHON) -m pytest $(PYTEST) -m
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-gpu test-gpu-parts $(GPU_PARTS:%=test-gpu-%) sanitize-gpu lint format
@@ -39,21 +39,22 @@ test: venv  ## run the whole test suite on CPU
 	$(BIN)/python -m pytest
 
 test-gpu:  ## run the contract on this machine's GPUs, with the Python that is here; PYTEST='-k ...' adds options
-	$(TEST_GPU)
+	$(TEST_GPU) gpu
 
 test-gpu-parts: $(GPU_PARTS:%=test-gpu-%)  ## the same in six parts: -j6 runs them at the same time, -k goes on after one that fails
+	$(TEST_GPU) "gpu and alone"
 
 $(filter test-gpu-contract-R%,$(GPU_PARTS:%=test-gpu-%)): test-gpu-contract-%:  # with R2, R4 or R8 ranks
-	$(TEST_GPU) $(CONTRACT) -k "cuda and $*"
+	$(TEST_GPU) gpu $(CONTRACT) -k "cuda and $*"
 
 test-gpu-contract-rest:
-	$(TEST_GPU) $(CONTRACT) -k "not (cuda and (R2 or R4 or R8))"
+	$(TEST_GPU) gpu $(CONTRACT) -k "not (cuda and (R2 or R4 or R8))"
 
 test-gpu-layers:
-	$(TEST_GPU) $(LAYER_TESTS)
+	$(TEST_GPU) "gpu and not alone" $(LAYER_TESTS)
 
 test-gpu-kernels:
-	$(TEST_GPU) $(addprefix --ignore=,$(CONTRACT) $(LAYER_TESTS))
+	$(TEST_GPU) "gpu and not alone" $(addprefix --ignore=,$(CONTRACT) $(LAYER_TESTS))
 
 sanitize-gpu:  ## run small cases, several ranks on one GPU, under compute-sanitizer
 	$(SANITIZED) timeout -k 10 $(SANITIZER_LIMIT_S) $(PYTHON) tests/sanitize.py $(CASES)  # fills Triton's cache

@@ -10,12 +10,14 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moonep.bench.results import find_commit
 from moonep.testing.cases import BY_NAME
 
 
@@ -24,6 +26,7 @@ class CaseTable:
 
     def __init__(self, path: Path):
         self.path = path
+        self.date, self.commit = datetime.now(UTC).date(), find_commit()
         self.lines: dict[tuple[str, str], dict[str, Any]] = {}
 
     @pytest.hookimpl(wrapper=True)
@@ -45,8 +48,9 @@ class CaseTable:
             gpus = min(torch.cuda.device_count(), R)
             setting += ", one rank a GPU" if gpus == R else f" on {gpus} GPU{'s' if gpus > 1 else ''}"
             device = torch.cuda.get_device_name(0)
-        line = {"case": case, "setting": setting, "device": device, "torch": torch.__version__}
-        return self.lines.setdefault((case, setting), {**line, "passed": 0, "failed": []})
+        about = {"device": device, "torch": str(torch.__version__), "date": str(self.date), "commit": self.commit}
+        line = {"case": case, "setting": setting, **about, "passed": 0, "failed": []}
+        return self.lines.setdefault((case, setting), line)
 
     def pytest_sessionfinish(self) -> None:
         with self.path.open("a+") as file:

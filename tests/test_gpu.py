@@ -370,6 +370,7 @@ def create_and_destroy(times: int) -> list[int]:
     return free
 
 
+@pytest.mark.alone
 def test_memory_goes_back_to_the_driver(ranks):
     for free in ranks(2).run(create_and_destroy, 50):
         assert free[-1] >= free[2] - (4 << 20), free

@@ -262,9 +262,9 @@ def _add_weight_grads_kernel(
 
 
 def takes(tiles: Tiles, x: Tensor, token_padding: int) -> bool:
-    """Whether rows can be multiplied by this kernel, on Hopper: two bytes a value, tiles and steps of its sizes."""
+    """Whether rows can be multiplied by this kernel, on Hopper: two bytes a value, its tile, groups of whole steps of both kernels."""
     b = tiles.blocks
-    return x.dtype in DTYPES and (b.rows, b.columns) == TILE and token_padding % DEPTH == 0 and _CAN_ADD
+    return x.dtype in DTYPES and (b.rows, b.columns) == TILE and not token_padding % b.depth and _CAN_ADD
 
 
 def add_weight_grad(tiles: Tiles, x: Tensor, grad_y: Tensor, grad: Tensor, token_padding: int, fresh: int = 0) -> None:
