@@ -262,7 +262,7 @@ def _add_weight_grads_kernel(
 
 
 def takes(tiles: Tiles, x: Tensor, token_padding: int) -> bool:
-    """Whether rows can be multiplied by this kernel, on Hopper: two bytes a value, its tile, groups of whole steps of both kernels."""
+    """Whether rows can be multiplied by this kernel, on Hopper: two bytes a value, its tile, groups of whole steps."""
     b = tiles.blocks
     return x.dtype in DTYPES and (b.rows, b.columns) == TILE and not token_padding % b.depth and _CAN_ADD
 
