@@ -14,6 +14,7 @@ A figure whose lines are not there is not drawn.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,11 @@ def main() -> None:
     if args.set is not None and args.set not in sets:
         parser.error(f"--set: given {args.set!r}, expected one of {', '.join(sets) or 'none: there are no results'}")
     lines = [line for line in lines if line["set"] == args.set] if args.set else results.newest_set(lines)
-    for path in draw_all(lines, args.output, args.format):
+    paths = draw_all(lines, args.output, args.format)
+    for path in paths:
         print(path)
+    if not paths:
+        print("nothing is drawn: no figure has its lines in this set", file=sys.stderr)
 
 
 def draw_all(lines: Iterable[Line], directory: Path, suffix: str) -> list[Path]:

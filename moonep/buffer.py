@@ -70,7 +70,7 @@ class Buffer(NotCopied):
 
     Attributes:
         dims: the sizes, and those that follow (`moonep.dims`).
-        rank, group: this rank within the process group, and the group (None: this process alone).
+        rank: this rank within the process group.
         dtype: the payload dtype.
         backend: the name of the backend.
         explicitly_destroy: as given.
@@ -141,7 +141,6 @@ class Buffer(NotCopied):
         agreed = peers.agree("Buffer", timeout_s, check)[peers.rank]
         self.dims = sizes[0]
         self.rank = peers.rank
-        self.group = peers.group
         self.dtype = dtype
         self.backend: str = agreed["backend"]
         self.explicitly_destroy = explicitly_destroy
@@ -163,6 +162,15 @@ class Buffer(NotCopied):
         )
         self._broken: PeerError | None = None
         self._ctx = {"NvS": self.dims.C}
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None: this process alone. Held weakly: `destroy_process_group` ends it.
+
+        Raises:
+            ValueError: it has been ended.
+        """
+        return self._peers.group
 
     def dispatch(
         self,

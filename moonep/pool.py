@@ -122,7 +122,7 @@ class ExpertPool(NotCopied):
 
     Attributes:
         E, B, L, R: experts in the group, slots of a rank, own experts of a rank, ranks.
-        rank, group: this rank within the process group, and the group (None: this process alone).
+        rank: this rank within the process group.
         grads, slot_sets: as given.
         projections: [Projection], in the order of `shapes`.
         destroyed: whether `destroy()` was called.
@@ -155,7 +155,6 @@ class ExpertPool(NotCopied):
         timeout_s: float = 60.0,
     ):
         peers = self._peers = Peers.of(group)
-        self.group = peers.group
         self._timeout_s = timeout_s
         self._id = next(_pool_ids)
         self.E, self.R, self.rank = E, peers.size, peers.rank
@@ -185,6 +184,15 @@ class ExpertPool(NotCopied):
         self._stepped = False
         if master:
             self._watch_optimizers()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None: this process alone. Held weakly: `destroy_process_group` ends it.
+
+        Raises:
+            ValueError: it has been ended.
+        """
+        return self._peers.group
 
     def _set_sizes(
         self,

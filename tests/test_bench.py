@@ -386,12 +386,16 @@ def test_figures_are_drawn_from_results_only(tmp_path, monkeypatch, capsys, suff
     assert all((figures / name).stat().st_size > 1000 for name in names)
 
 
-def test_a_figure_whose_lines_are_missing_is_not_drawn(tmp_path):
+def test_a_figure_whose_lines_are_missing_is_not_drawn(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     plot = load("plot")
     dispatch = [line for line in made_up_lines() if line["operation"] == "dispatch" and not line.get("peer")]
     assert [path.stem for path in plot.draw_all(dispatch, tmp_path, "png")] == ["bandwidth", "tokens"]
     assert plot.draw_all([], tmp_path, "png") == []
+    monkeypatch.setattr(sys, "argv", ["plot.py", "--results", str(tmp_path), "--output", str(tmp_path)])
+    plot.main()
+    said = capsys.readouterr()
+    assert said.out == "" and "nothing is drawn" in said.err
 
 
 # Peers.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -592,6 +594,25 @@ def test_exported_names_are_these():
         "StaleSlotsError",
         "__version__",
     ]
+
+
+def end_group() -> tuple[bool, list[str]]:
+    """Whether a group is gone when it has been destroyed and a layer is still there; what asking for it says."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    gone = weakref.ref(group)
+    layer = make_layer(3, group=group)
+    layer(torch.ones(S, H)).sum().backward()
+    assert layer.pool.group is layer.buffer.group is group
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return gone() is None, [end_of(lambda owner=owner: owner.group)[1] for owner in (layer.pool, layer.buffer)]
+
+
+def test_a_layer_does_not_keep_its_process_group(ranks):
+    for gone, said in ranks(2).run(end_group):
+        assert gone
+        assert all("which destroy_process_group has ended, expected a live one" in text for text in said), said
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

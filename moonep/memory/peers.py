@@ -51,8 +51,16 @@ class Peers:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; None: this process alone. Held weakly: it goes when its users let go of it."""
-        return None if self._group is None else self._group()
+        """The process group; None: this process alone. Held weakly: it goes when its users let go of it.
+
+        Raises:
+            ValueError: it has gone.
+        """
+        if self._group is None:
+            return None
+        if (group := self._group()) is None:
+            raise ValueError(f"group: given {self.name!r}, which destroy_process_group has ended, expected a live one")
+        return group
 
     @staticmethod
     def of(group: dist.ProcessGroup | None, alone: bool = False) -> Peers:
