@@ -596,6 +596,17 @@ def test_exported_names_are_these():
     ]
 
 
+def test_a_shared_expert_computes_in_fp32_or_in_autocasts_dtype():
+    layer = MoE(8, 16, 4, 2, max_tokens=4, shared_ffn=8, token_padding=8, backend="cpu")
+    seen: list[torch.dtype] = []
+    assert layer.shared is not None
+    layer.shared.down.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    layer(torch.ones(4, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.ones(4, 8)).dtype == torch.float32
+    assert seen == [torch.float32, torch.bfloat16]
+
+
 def end_group() -> tuple[bool, list[str]]:
     """Whether a group is gone when it has been destroyed and a layer is still there; what asking for it says."""
     group = dist.new_group(list(range(dist.get_world_size())))

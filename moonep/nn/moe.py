@@ -45,7 +45,8 @@ class MoE(NotCopied, nn.Module):
         router: "softmax" or "sigmoid" scores.
         normalize_topk, route_scale: see `Router`.
         shared_ffn: width of a shared expert that sees every token; 0: none. Replicated, like the router: the caller
-            sums both's gradients over ranks (an all-reduce).
+            sums both's gradients over ranks (an all-reduce). It computes in fp32, unlike the others; under
+            `torch.autocast` in autocast's dtype, which is what GPUs are fast at.
         save: what backward needs: "rows" keeps the rows that arrived and the activations; "inputs" keeps the rows, and
             computes activations again; "tokens" keeps only the tokens, and dispatches them again, too.
         overlap: what runs beside other work: see `RoutedExperts`; "shared": on GPUs, the shared expert beside routed
@@ -240,6 +241,6 @@ class SharedExpert(nn.Module):
         self.down = nn.Linear(ffn, hidden, bias=False, dtype=torch.float)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, H] -> [s, H], computed in the parameters' dtype, returned in x's."""
+        """[s, H] -> [s, H], computed in the parameters' dtype or autocast's, returned in x's."""
         h = x.to(self.gate.weight.dtype)
         return self.down(nn.functional.silu(self.gate(h)) * self.up(h)).to(x.dtype)
