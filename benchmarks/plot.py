@@ -210,8 +210,7 @@ def draw_layers(lines: list[Line]) -> Figure | None:
         return None
     figure = Figure(figsize=(5 * len(sweeps), 4.5), layout="constrained")
     grid = figure.subplots(1, len(sweeps), squeeze=False, sharey=True)[0]
-    names = [(line["peer"], line["variant"]) for line in rows if _is_swept(line, rows)]
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys((line["peer"], line["variant"]) for line in rows if _is_swept(line, rows)))
     ideal = _us([line for line in rows if (line["peer"], line["variant"]) == ("moonep", "rows")], "hot_rank", 1.0)
     for axes, (kind, text) in zip(grid, sweeps, strict=True):
         for peer, variant in names:

@@ -113,6 +113,7 @@ def open_overlaps() -> dict[str, tuple[set[str], int]]:
             weight.register_hook(differentiated.append)
         run_layer(layer, batch)
         found[name] = set(layer.routed.overlap), len(differentiated)
+    LAYER.close(world)
     return found
 
 

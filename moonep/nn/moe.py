@@ -131,7 +131,7 @@ class MoE(NotCopied, nn.Module):
             timeout_s=timeout_s,
         )
         self.routed = RoutedExperts(buffer, self.pool, overlap=overlap)
-        self._beside = SHARED in self.routed.overlap
+        self._beside = SHARED in self.routed.overlap  # a bool: compilers look at it
         self.experts = nn.ParameterDict(self.pool.master)
         device = self.pool.local["gate"].device
         self.router.to(device)
